@@ -1,0 +1,197 @@
+"""The six blocks and the model around them, one document at a time, in numpy float64 loops.
+
+Written from papers.md 1.3-1.11 with the readings the blocks' docstrings name, on top of the token recurrence of
+`oracle.py`; shares no code with the package. Rows are tokens.
+"""
+
+import numpy as np
+import oracle
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x):
+    return x * sigmoid(x)
+
+
+def rms_norm(x, scale, epsilon=1e-6):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * scale
+
+
+def turn(x, positions, theta):
+    """Rotary embedding of x [rows, heads, head_dim], pairs (i, i + head_dim / 2) as complex numbers."""
+    half = x.shape[-1] // 2
+    angles = np.array(positions)[:, None] * theta ** (-np.arange(half) / half)
+    pairs = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+class Model:
+    """config: a ModelConfig. params: the model's parameters by path, stacked over layers as the package stacks them."""
+
+    def __init__(self, config, params):
+        self.config, self.params = config, params
+
+    def logits(self, tokens):
+        """[time] -> [time, vocab]."""
+        config, params = self.config, self.params
+        x = params["embedding", "embedding"][tokens]
+        for layer in range(config.depth):
+            cycle, number = divmod(layer, len(config.pattern))
+            prefix = ("cycles", "blocks", number)
+            block = {path[3:]: value[cycle] for path, value in params.items() if path[:3] == prefix}
+            x = x + getattr(self, config.pattern[number])(block, x)
+            x = x + self.feed_forward(block, x)
+        head = params.get(("head", "kernel"), params["embedding", "embedding"].T)
+        return rms_norm(x, params["norm", "scale"]) @ head
+
+    def feed_forward(self, p, x):
+        x = rms_norm(x, p["feed_forward_norm", "scale"])
+        up = silu(x @ p["feed_forward", "gate", "kernel"]) * (x @ p["feed_forward", "up", "kernel"])
+        return up @ p["feed_forward", "down", "kernel"]
+
+    def persistent(self, p):
+        return p.get(("persistent", "tokens"), np.zeros((0, self.config.dim)))
+
+    def lmm(self, p, x):
+        return self.memory(p, rms_norm(x, p["memory_norm", "scale"]))
+
+    def mag(self, p, x):
+        x = rms_norm(x, p["norm", "scale"])
+        content = self.causal_attention(p, x, self.config.window, self.persistent(p))
+        return self.merge(p, content, self.memory(p, x))
+
+    def mal(self, p, x):
+        y = self.memory(p, rms_norm(x, p["memory_norm", "scale"]))
+        normed = rms_norm(x + y, p["attention_norm", "scale"])
+        return y + self.causal_attention(p, normed, self.config.window, self.persistent(p))
+
+    def attention(self, p, x):
+        return self.causal_attention(p, rms_norm(x, p["attention_norm", "scale"]), None, np.zeros((0, self.config.dim)))
+
+    def window(self, p, x):
+        normed = rms_norm(x, p["attention_norm", "scale"])
+        return self.causal_attention(p, normed, self.config.window, np.zeros((0, self.config.dim)))
+
+    def mac(self, p, x):
+        """Token by token over segments; everything before a token's own row is already final."""
+        segment, prefix = self.config.segment, self.persistent(p)
+        x = rms_norm(x, p["norm", "scale"])
+        queries = self.features(p, "query", x, None)
+        states, ys, out = self.start(p), np.zeros((0, self.config.dim)), []
+        for t in range(len(x)):
+            first = t - t % segment
+            if t == first:
+                opened, context = states, []
+            h = self.leave(p, x[t : t + 1], self.retrieve(p, opened, queries[t : t + 1]))[0]
+            context.append((h, x[t]))
+            rows = np.array([row for pair in zip(*context, strict=True) for row in pair])
+            positions = list(range(t - first + 1)) * 2
+            y = self.attend(p, x[t : t + 1], [t - first], rows, positions, prefix)
+            ys = np.concatenate([ys, y])
+            reads, states = self.write(p, ys, slice(t, t + 1), states)
+            out.append(self.merge(p, y, self.leave(p, y, reads))[0])
+        return np.array(out)
+
+    def merge(self, p, content, gate):
+        content = rms_norm(content, p["merge", "content_norm", "scale"])
+        gate = rms_norm(gate, p["merge", "gate_norm", "scale"])
+        return (content * sigmoid(gate)) @ p["merge", "output", "kernel"]
+
+    # Attention
+
+    def split(self, x):
+        return x.reshape(len(x), self.config.num_heads, self.config.head_dim)
+
+    def attend(self, p, x, positions, rows, row_positions, prefix):
+        """Rows x see all rows and the prefix."""
+        theta, kernels = self.config.rope_theta, {n: p["attention", n, "kernel"] for n in ("query", "key", "value")}
+        queries = turn(self.split(x @ kernels["query"]), positions, theta)
+        keys = turn(self.split(rows @ kernels["key"]), row_positions, theta)
+        keys = np.concatenate([self.split(prefix @ kernels["key"]), keys])
+        values = self.split(np.concatenate([prefix, rows]) @ kernels["value"])
+        scores = np.einsum("thd,shd->hts", queries, keys) / np.sqrt(self.config.head_dim)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        y = np.einsum("hts,shd->thd", weights, values).reshape(len(x), -1)
+        return y @ p["attention", "output", "kernel"]
+
+    def causal_attention(self, p, x, window, prefix):
+        rows = []
+        for t in range(len(x)):
+            first = 0 if window is None else max(0, t - window + 1)
+            seen = list(range(first, t + 1))
+            rows.append(self.attend(p, x[t : t + 1], [t], x[seen], seen, prefix)[0])
+        return np.array(rows)
+
+    # Memory
+
+    def rule(self):
+        memory = self.config.memory
+        architecture = "mlp" if memory.architecture == "linear" else memory.architecture
+        return oracle.Rule(architecture, "l2", memory.momentum, memory.chunk_size)
+
+    def slow(self, p, head):
+        weights = [value for _, value in sorted((k, v) for k, v in p.items() if k[:2] == ("memory", "start_weights"))]
+        params = {"weights": [weight[head] for weight in weights]}
+        if ("memory", "slow", "norm_scale") in p:
+            params["norm_scale"] = p["memory", "slow", "norm_scale"][head]
+        return params
+
+    def start(self, p):
+        return [oracle.start(self.slow(p, head)) for head in range(self.config.num_heads)]
+
+    def features(self, p, name, x, before):
+        """Queries, keys or values of x [rows, heads, head_dim]; `before`: rows of input in front of x, or None."""
+        kernel, taps = p["memory", name, "projection", "kernel"], p["memory", name, "convolution", "kernel"]
+        history = np.zeros((0, self.config.dim)) if before is None else before
+        rows = np.concatenate([np.zeros((len(taps) - 1, kernel.shape[1])), np.concatenate([history, x]) @ kernel])
+        count = len(history) + len(x)
+        y = sum(taps[lag] * rows[len(taps) - 1 - lag :][:count] for lag in range(len(taps)))[len(history) :]
+        y = self.split(silu(y) if self.config.memory.activation else y)
+        if name == "value":
+            return y
+        return y / np.sqrt(np.sum(y**2, axis=-1, keepdims=True) + 1e-6)
+
+    def write(self, p, rows, part, states):
+        """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""
+        config = self.config
+        q, k, v = (self.features(p, name, rows, None)[part] for name in ("query", "key", "value"))
+        gates = np.einsum("td,dghm->gthm", rows[part], p["memory", "gates", "kernel"])
+        gates = sigmoid(gates + p["memory", "gates", "bias"][:, None])
+        forget, step_size = gates[0], gates[1] * config.memory.max_step_size / config.head_dim
+        momentum = gates[2] if config.memory.momentum else np.zeros_like(forget)
+        reads, after = np.zeros_like(q), []
+        for head, state in enumerate(states):
+            reads[:, head], state, _, _ = oracle.memorize(
+                self.rule(), self.slow(p, head), state, q[:, head], k[:, head], v[:, head],
+                forget[:, head], momentum[:, head], step_size[:, head],
+            )
+            after.append(state)
+        return reads, after
+
+    def retrieve(self, p, states, queries):
+        """Read without writing, [rows, heads, head_dim]."""
+        reads = np.zeros_like(queries)
+        for t, head in np.ndindex(queries.shape[:2]):
+            norm_scale = self.slow(p, head).get("norm_scale")
+            reads[t, head] = oracle.read(self.rule(), states[head].weights, norm_scale, queries[t, head])
+        return reads
+
+    def leave(self, p, x, reads):
+        """Reads to model width: norm per head, gate by x, output projection."""
+        y = rms_norm(reads, p["memory", "norm", "scale"]).reshape(len(x), -1)
+        return (y * silu(x @ p["memory", "output_gate", "kernel"])) @ p["memory", "output_projection", "kernel"]
+
+    def memory(self, p, x):
+        """The memory over [P | x], with a new chunk where x begins; rows of x only."""
+        prefix = self.persistent(p)
+        rows = np.concatenate([prefix, x])
+        states = self.start(p)
+        if len(prefix):
+            _, states = self.write(p, rows, slice(0, len(prefix)), states)
+            states = [oracle.State(state.weights, state.momentum, state.weights, 0) for state in states]
+        reads, _ = self.write(p, rows, slice(len(prefix), None), states)
+        return self.leave(p, x, reads)

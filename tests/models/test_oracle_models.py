@@ -1,0 +1,23 @@
+"""Every block, and memories of every kind inside one, against the numpy model."""
+
+import jax
+import numpy as np
+import pytest
+import small_models as small
+from model_oracle import Model
+
+CASES = [small.config(kind) for kind in small.KINDS] + [
+    small.config("lmm", "window", depth=4, tie_embeddings=True),
+    small.config("mag", num_persistent=0, memory={"momentum": False, "architecture": "linear", "activation": False}),
+    small.config("mac", num_persistent=0, conv_size=1, memory={"architecture": "mlp", "depth": 3}),
+    small.config("mal", conv_size=6, memory={"architecture": "gated_mlp", "form": "associative"}),
+]
+
+
+@pytest.mark.parametrize("config", CASES, ids=lambda c: f"{'+'.join(c.pattern)}-{c.memory.architecture}")
+def test_logits_equal_the_numpy_model(config):
+    with jax.enable_x64(True):
+        model, tokens = small.build(config), small.tokens()
+        oracle = Model(config, small.params_by_path(model))
+        expected = np.stack([oracle.logits(np.array(row)) for row in tokens])
+        np.testing.assert_allclose(small.forward(model, tokens), expected, rtol=1e-9, atol=1e-9 * abs(expected).max())

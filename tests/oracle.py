@@ -1,0 +1,144 @@
+"""The memory's published recurrence, token by token in numpy float64, with hand-derived inner gradients.
+
+Written from the papers (Titans, arXiv 2501.00663, eq. 8-14 and section 3.2) and sharing no code with the package: every
+number the memory tests assert comes from here. Vectors are rows, `x @ W`; a fast matrix is [in, out].
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+LAYER_NORM_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Rule:
+    """architecture "linear" | "mlp" | "residual_mlp" | "gated_mlp"; bias "l2" | "dot_product"; depth = number of matrices."""
+
+    architecture: str
+    bias: str
+    has_momentum: bool
+    chunk_size: int
+
+
+@dataclass(frozen=True)
+class State:
+    """Fast weights, momentum and anchor: lists of [in, out]; position: tokens of the open chunk already seen."""
+
+    weights: list
+    momentum: list
+    anchor: list
+    position: int = 0
+
+
+def start(params):
+    weights = [np.array(matrix, np.float64) for matrix in params["weights"]]
+    return State(weights, [np.zeros_like(matrix) for matrix in weights], weights)
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def gelu_slope(x):
+    tanh = np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def silu_slope(x):
+    sigmoid = 1 / (1 + np.exp(-x))
+    return sigmoid * (1 + x * (1 - sigmoid))
+
+
+def normalize(z):
+    """Layer norm without gain: the normalised vector and the deviation it was divided by."""
+    deviation = np.sqrt(np.mean((z - np.mean(z)) ** 2) + LAYER_NORM_EPSILON)
+    return (z - np.mean(z)) / deviation, deviation
+
+
+def read(rule, weights, norm_scale, x):
+    """The memory's output [head_dim] for one input [head_dim]."""
+    if rule.architecture == "gated_mlp":
+        return (silu(x @ weights[0]) * (x @ weights[1])) @ weights[2]
+    hidden = x
+    for layer, matrix in enumerate(weights):
+        hidden = (gelu(hidden) if layer > 0 else hidden) @ matrix
+    if rule.architecture == "residual_mlp":
+        return x + normalize(hidden)[0] * norm_scale
+    return hidden
+
+
+def inner_loss(rule, output, value):
+    """The bias at one output, and its derivative by the output."""
+    if rule.bias == "l2":
+        return 0.5 * np.sum((output - value) ** 2), output - value
+    return -np.dot(output, value), -value
+
+
+def inner_gradient(rule, weights, norm_scale, key, value):
+    """One token's loss, its derivative by the output, and its derivative by every fast matrix."""
+    loss, cotangent = inner_loss(rule, read(rule, weights, norm_scale, key), value)
+    if rule.architecture == "gated_mlp":
+        gate, up = key @ weights[0], key @ weights[1]
+        inner = weights[2] @ cotangent
+        gradients = [
+            np.outer(key, inner * up * silu_slope(gate)),
+            np.outer(key, inner * silu(gate)),
+            np.outer(silu(gate) * up, cotangent),
+        ]
+        return loss, cotangent, gradients
+    inputs, outputs = [key], []
+    for matrix in weights:
+        outputs.append(inputs[-1] @ matrix)
+        inputs.append(gelu(outputs[-1]))
+    delta = cotangent
+    if rule.architecture == "residual_mlp":
+        normalized, deviation = normalize(outputs[-1])
+        scaled = cotangent * norm_scale
+        delta = (scaled - np.mean(scaled) - normalized * np.mean(scaled * normalized)) / deviation
+    gradients = [np.outer(inputs[-2], delta)]
+    for layer in range(len(weights) - 2, -1, -1):
+        delta = (weights[layer + 1] @ delta) * gelu_slope(outputs[layer])
+        gradients.insert(0, np.outer(inputs[layer], delta))
+    return loss, cotangent, gradients
+
+
+def memorize(
+    rule, params, state, queries, keys, values, forget, momentum, step_size, mask=None, resets=None, initial=None
+):
+    """Reads [time, head_dim], the last state, losses [time] and cotangent norms [time] at the anchor.
+
+    forget (alpha), momentum (eta) and step_size (theta): [time] or [time, matrices]. A masked token leaves weights and
+    momentum as they are and still takes a place in its chunk; a reset puts `initial` (default: the start) before its token.
+    """
+    norm_scale = params.get("norm_scale")
+    reads, losses, norms = [], [], []
+    for token in range(len(keys)):
+        if resets is not None and resets[token]:
+            state = start(params) if initial is None else initial
+        anchor = state.weights if state.position == 0 else state.anchor
+        loss, cotangent, gradients = inner_gradient(rule, anchor, norm_scale, keys[token], values[token])
+        new_weights, new_momentum = [], []
+        for matrix, gradient in enumerate(gradients):
+            alpha, eta, theta = (
+                gate[token] if np.ndim(gate) == 1 else gate[token, matrix] for gate in (forget, momentum, step_size)
+            )
+            if mask is not None and not mask[token]:
+                new_weights.append(state.weights[matrix])
+                new_momentum.append(state.momentum[matrix])
+                continue
+            past = eta * state.momentum[matrix] if rule.has_momentum else 0.0
+            new_momentum.append(past - theta * gradient)
+            new_weights.append((1 - alpha) * state.weights[matrix] + new_momentum[-1])
+        position = (state.position + 1) % rule.chunk_size
+        state = State(new_weights, new_momentum, anchor, position)
+        if position == 0:
+            state = replace(state, anchor=new_weights)
+        reads.append(read(rule, state.weights, norm_scale, queries[token]))
+        losses.append(loss)
+        norms.append(np.linalg.norm(cotangent))
+    return np.reshape(reads, np.shape(queries)), state, np.array(losses), np.array(norms)

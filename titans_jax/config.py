@@ -1,0 +1,364 @@
+"""The configuration of one experiment: what the model is, what it reads, how it is trained.
+
+A configuration is a frozen tree of dataclasses, so it can be hashed, compared, printed as JSON and closed over by a
+compiled function. `validate` refuses an impossible one in a single sentence before anything is compiled or written.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message is one sentence: the field, its value, and what would work."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The associative memory of a memory layer; one independent memory per head."""
+
+    preset: Literal["titans"] = "titans"
+    """The rule of `titans_jax.memory.presets` that the memory follows."""
+    architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] = "residual_mlp"
+    """What the memory computes. `residual_mlp` is x + LN(MLP(x)) (Titans, NeurIPS text); `linear` is x @ W."""
+    depth: int = 2
+    """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by `linear` and `gated_mlp`."""
+    expansion: int = 4
+    """Hidden width of an MLP memory over head_dim."""
+    momentum: bool = True
+    """Keep past surprise (eta of the paper); without it every write is a plain gradient step."""
+    chunk_size: int = 16
+    """Tokens whose inner gradients share one anchor. Part of the model: another value gives other numbers."""
+    form: Literal["chunked", "associative", "recurrent"] = "chunked"
+    """Which implementation runs the rule in training. Never changes the numbers beyond rounding."""
+    max_step_size: float = 1.0
+    """theta_max: the step size is theta_max / head_dim * sigmoid(gate) (papers.md 1.3)."""
+    activation: bool = True
+    """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A language model: a pattern of blocks, cycled over the depth, between an embedding and a head."""
+
+    pattern: tuple[Literal["lmm", "mac", "mag", "mal", "attention", "window"], ...] = ("mac",)
+    """Block kinds, repeated until `depth` blocks exist. ("attention",) is Transformer++."""
+    dim: int = 256
+    """Width of the residual stream; equals num_heads * head_dim."""
+    depth: int = 4
+    """Number of blocks; a multiple of the pattern's length."""
+    num_heads: int = 4
+    """Heads of the attention and of the memory."""
+    head_dim: int = 64
+    """Width of one head, and of one memory's keys and values. Even, for the rotary embedding."""
+    vocab_size: int = 320
+    """Rows of the embedding; at least the tokenizer's. 257 bytes and specials rounded up to a multiple of 64."""
+    hidden_dim: int | None = None
+    """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64."""
+    segment: int = 512
+    """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
+    window: int = 2048
+    """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
+    num_persistent: int = 16
+    """Learned, input-independent tokens in front of every layer's sequence (papers.md 1.7)."""
+    conv_size: int = 4
+    """Taps of the causal depthwise convolution on queries, keys and values of the memory."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position embedding (attention only)."""
+    norm_eps: float = 1e-6
+    """Added to the mean square inside RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output head too."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of activations and matmul operands. Parameters and memory state are float32 (float64 when this is)."""
+    remat: Literal["none", "full", "dots"] = "full"
+    """What the backward pass recomputes per block: nothing, everything, or everything but matmul outputs."""
+    document_slack: int = 0
+    """Extra slots a packed row may use to align documents to the memory's chunks; 0 when the data is aligned."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """The memory of every memory layer."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from and how rows are cut."""
+
+    source: Literal["python", "text", "jsonl", "tfds"] = "python"
+    """`python`: the running Python's standard library (no download). `text`: a folder of text files. `jsonl`: a .jsonl
+    file or folder (.gz, .xz too). `tfds`: a prepared TFDS/ArrayRecord folder."""
+    path: str | None = None
+    """File or folder of the source; None only for `python`."""
+    validation_path: str | None = None
+    """File or folder of the validation documents of `text` and `jsonl`; None holds some of `path` out."""
+    text_field: str = "text"
+    """Name of the text field of `jsonl` and `tfds` records."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Bytes that are not UTF-8: refuse the file, or read them as U+FFFD."""
+    tokenizer: str = "byte"
+    """`byte`, or the path of a SentencePiece `.model`."""
+    sequence_length: int = 1024
+    """Tokens in one row."""
+    batch_size: int = 8
+    """Rows in one optimizer step, over all processes and all accumulation microbatches."""
+    seed: int = 0
+    """Order of the documents."""
+    validation_every: int = 50
+    """Every n-th document is held out for validation; 0 holds out none, where the source has validation documents."""
+    packing: Literal["documents", "stream"] = "documents"
+    """`documents`: several in a row, kept apart. `stream`: one after another, cut anywhere, read as one document."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine decay (papers.md 2.1)."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up, from 0 to the peak."""
+    final_learning_rate_ratio: float = 0.1
+    """Learning rate at the last step over the peak."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; see `titans_jax.training.optimizer.decays` for what counts as one."""
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop: how long, and what is written when. Every `*_every` counts optimizer steps."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    seed: int = 0
+    """Initial parameters and sampled text."""
+    gradient_accumulation: int = 1
+    """Microbatches a batch is cut into; changes memory use, not the result beyond rounding."""
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl."""
+    evaluate_every: int = 200
+    """Steps between two evaluations; one more always ends the run."""
+    evaluation_batches: int = 8
+    """Validation batches read by an evaluation."""
+    diagnostics_every: int = 200
+    """Steps between two reports of the memories' state."""
+    checkpoint_every: int = 200
+    """Steps between two checkpoints; one more always ends the run."""
+    checkpoints_kept: int = 2
+    """Latest checkpoints kept on disk."""
+    sample_prompt: str = "def "
+    """Text that the sample of each evaluation continues."""
+    sample_tokens: int = 256
+    """Tokens of that sample; 0 writes none."""
+    run_dir: str | None = None
+    """Run folder; None is runs/<name of the config file>."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh; one axis may be -1, "all that are left"."""
+
+    data: int = -1
+    """Copies of the model; each reads its own rows."""
+    fsdp: int = 1
+    """Shards of parameters and optimizer state; each reads its own rows."""
+    tensor: int = 1
+    """Shards of heads and hidden widths; all read the same rows."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+
+
+MEMORY_BLOCKS = frozenset({"lmm", "mac", "mag", "mal"})
+"""Block kinds that hold a memory."""
+
+
+def has_memory(model: ModelConfig) -> bool:
+    """Whether any block of the pattern holds a memory."""
+    return not MEMORY_BLOCKS.isdisjoint(model.pattern)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as JSON-able dictionaries, lists and scalars."""
+    return {
+        f.name: to_dict(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+        for f in dataclasses.fields(config)
+        for value in [getattr(config, f.name)]
+    }
+
+
+def from_dict(values: dict[str, Any], kind: type = Config, prefix: str = "") -> Any:
+    """The inverse of `to_dict`; fields that are absent keep their defaults.
+
+    Raises:
+      ConfigError: a field is unknown. Types are checked by `validate`.
+    """
+    hints = typing.get_type_hints(kind)
+    arguments = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise unknown_field(prefix + name)
+        if dataclasses.is_dataclass(hints[name]):
+            value = from_dict(value, hints[name], f"{prefix}{name}.")
+        arguments[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**arguments)
+
+
+def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every leaf field by its dotted name: {"model.dim": 256, ...}."""
+    found = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        nested = dataclasses.is_dataclass(value)
+        found |= leaves(value, f"{prefix}{f.name}.") if nested else {prefix + f.name: value}
+    return found
+
+
+def unknown_field(name: str, fields: Iterable[str] | None = None) -> ConfigError:
+    """The error for a field that is none of `fields` (default: a Config's), with the nearest one that is."""
+    near = difflib.get_close_matches(name, leaves(Config()) if fields is None else fields, n=1, cutoff=0.5)
+    return ConfigError(f"there is no field {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def validate(config: Config) -> None:
+    """Refuse a configuration that cannot work.
+
+    Raises:
+      ConfigError: one sentence with the field, its value and what would work.
+    """
+    _validate_types(config)
+    _validate_ranges(config)
+    _validate_model(config.model)
+    _validate_data(config)
+
+
+def _validate_types(config: Any, prefix: str = "") -> None:
+    hints = typing.get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        name, value, hint = prefix + f.name, getattr(config, f.name), hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, hint):
+                raise ConfigError(f"{name} is {value!r}; use a {hint.__name__}")
+            _validate_types(value, name + ".")
+        elif not _matches(value, hint):
+            raise ConfigError(f"{name} is {value!r}; use {describe(hint)}")
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (types.UnionType, typing.Union):
+        return any(_matches(value, argument) for argument in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_matches(item, arguments[0]) for item in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def describe(hint: Any) -> str:
+    """What a value of this type hint looks like, in words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(str, arguments[:-1])) + (" or " if arguments[1:] else "") + str(arguments[-1])
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(describe(argument) for argument in arguments)
+    if origin is tuple:
+        return f"one or more of {describe(arguments[0])}"
+    return {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}[hint]
+
+
+_AT_LEAST_ONE = (
+    "model.dim model.depth model.num_heads model.head_dim model.vocab_size model.segment model.window model.conv_size "
+    "model.memory.depth model.memory.expansion model.memory.chunk_size data.sequence_length data.batch_size "
+    "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
+    "training.evaluation_batches training.diagnostics_every training.checkpoint_every training.checkpoints_kept"
+).split()
+_AT_LEAST_ZERO = (
+    "model.num_persistent model.document_slack optimizer.warmup_steps optimizer.weight_decay training.sample_tokens"
+).split()
+_ABOVE_ZERO = (
+    "model.rope_theta model.norm_eps model.memory.max_step_size optimizer.learning_rate optimizer.clip_norm "
+    "optimizer.epsilon"
+).split()
+
+
+def _validate_ranges(config: Config) -> None:
+    values = leaves(config)
+
+    def require(names: list[str], holds: Any, what: str) -> None:
+        for name in names:
+            if not holds(values[name]):
+                raise ConfigError(f"{name} is {values[name]}; use {what}")
+
+    require(_AT_LEAST_ONE, lambda x: x >= 1, "at least 1")
+    require(_AT_LEAST_ZERO, lambda x: x >= 0, "at least 0")
+    require(_ABOVE_ZERO, lambda x: 0 < x < float("inf"), "a positive number")
+    require(["optimizer.beta1", "optimizer.beta2"], lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require(["optimizer.final_learning_rate_ratio"], lambda x: 0 <= x <= 1, "a number in [0, 1]")
+    require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
+    require(["model.hidden_dim"], lambda x: x is None or x >= 1, "at least 1, or None")
+    require(["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on")
+    require(["mesh.data", "mesh.fsdp", "mesh.tensor"], lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")
+    if [config.mesh.data, config.mesh.fsdp, config.mesh.tensor].count(-1) > 1:
+        raise ConfigError("mesh has several axes set to -1; use -1 on one of mesh.data, mesh.fsdp and mesh.tensor")
+
+
+def _validate_model(model: ModelConfig) -> None:
+    if not model.pattern:
+        raise ConfigError('model.pattern is empty; name at least one block, such as ("mac",)')
+    if model.depth % len(model.pattern):
+        length = len(model.pattern)
+        raise ConfigError(f"model.depth is {model.depth}; use a multiple of {length}, the length of model.pattern")
+    width = model.num_heads * model.head_dim
+    if width != model.dim:
+        works = f"model.dim {width}" if model.dim % model.num_heads else f"model.head_dim {model.dim // model.num_heads}"
+        raise ConfigError(
+            f"model.head_dim {model.head_dim} x model.num_heads {model.num_heads} is {width}, "
+            f"not model.dim {model.dim}; use {works}"
+        )
+    if model.head_dim % 2:
+        raise ConfigError(f"model.head_dim is {model.head_dim}; use an even number, for the rotary embedding")
+    chunk_size = model.memory.chunk_size
+    if "mac" in model.pattern and model.segment % chunk_size:
+        below = max(model.segment // chunk_size, 1) * chunk_size
+        raise ConfigError(
+            f"model.segment is {model.segment}; use a multiple of model.memory.chunk_size {chunk_size}, such as {below}"
+        )
+
+
+def _validate_data(config: Config) -> None:
+    data = config.data
+    if data.source != "python" and data.path is None:
+        raise ConfigError(f"data.path is None; data.source {data.source} needs a file or folder there")
+    accumulation = config.training.gradient_accumulation
+    if data.batch_size % accumulation:
+        raise ConfigError(
+            f"data.batch_size is {data.batch_size}; use a multiple of training.gradient_accumulation {accumulation}"
+        )
+    if config.optimizer.warmup_steps >= config.training.steps:
+        raise ConfigError(
+            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}; use less than training.steps "
+            f"{config.training.steps}"
+        )

@@ -1,0 +1,130 @@
+"""Batches: rows in a seeded order, this process's share of each, and one number that says how far a run has come.
+
+Row r of a run (r = 0, 1, ...) is row r mod num_rows of epoch r div num_rows, each epoch in an order of its own. Batch n
+is the rows from n * batch_size on, whatever the number of processes, so epochs follow one another without dropped rows.
+Process p of P takes the p-th of P contiguous blocks of every batch, which is what
+jax.make_array_from_process_local_data puts on its devices.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from titans_jax.data.errors import DataError
+from titans_jax.data.packing import Corpus, Rows
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts over a whole split, for metrics and for people."""
+
+    num_documents: int
+    num_bytes: int
+    """Length of the text in UTF-8."""
+    num_tokens: int
+    """Positions that have a target: the text's tokens and one end for each document."""
+    num_rows: int
+    sequence_length: int
+
+    @classmethod
+    def of(cls, corpus: Corpus, rows: Rows) -> "Statistics":
+        return cls(
+            len(corpus.borders) - 1, corpus.num_bytes, len(corpus.tokens) - 1, len(rows), rows.sequence_length
+        )  # fmt: skip
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bits per byte = nats per token / ln 2 / bytes_per_token; exact when the loss is over the whole split."""
+        return self.num_bytes / self.num_tokens
+
+    @property
+    def padding(self) -> float:
+        """Share of positions that hold no token."""
+        return 1 - self.num_tokens / (self.num_rows * self.sequence_length)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_documents:,} documents, {self.num_bytes:,} bytes, {self.num_tokens:,} tokens "
+            f"({self.bytes_per_token:.2f} bytes a token) in {self.num_rows:,} rows of {self.sequence_length:,} "
+            f"({self.padding:.1%} padding)"
+        )
+
+
+class TrainBatches(Iterator[Batch]):
+    """Endless batches of this process: {"tokens", "targets", "segment_ids"}, int32 [batch_size / processes, time].
+
+    A thread reads ahead. `get_state()` is the position after the batches handed out so far, in rows of all processes
+    together: {"next_row": 24}. Given to `set_state` of an iterator over the same data, seed and sequence length, the
+    same batches follow, bit for bit, also with another number of processes.
+    """
+
+    def __init__(self, rows: Rows, statistics: Statistics, *, batch_size: int, seed: int, process: int, processes: int):
+        import grain  # takes a second, which generation from a trained model need not wait for
+
+        self.statistics = statistics
+        self._rows = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
+        self._batch_size = batch_size
+        self._share = range(process * batch_size // processes, (process + 1) * batch_size // processes)
+        self._batches: grain.DatasetIterator[Batch] | None = None
+        self.set_state({"next_row": 0})
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._next_row += self._batch_size
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        return {"next_row": self._next_row}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Continues at `state`; raises DataError unless it is what `get_state` returns."""
+        import grain
+
+        next_row = state.get("next_row") if isinstance(state, dict) else None
+        if not isinstance(next_row, int) or next_row < 0:
+            raise DataError(f"the data position {state!r} is not one: it should look like {{'next_row': 24}}")
+        self.close()
+        self._next_row = next_row
+        first_rows = grain.MapDataset.source(range(next_row, sys.maxsize - self._batch_size, self._batch_size))
+        ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        self._batches = iter(first_rows.map(self._read).to_iter_dataset(ahead))
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _read(self, first_row: int) -> Batch:
+        return _stack([self._rows[first_row + i] for i in self._share])
+
+
+class ValidationBatches:
+    """All rows of the validation split once, in one fixed mixed order, as often as it is iterated over.
+
+    Batches are as in training. The order, which depends on no setting, makes the first few batches a fair sample; rows
+    of padding fill the last batch.
+    """
+
+    def __init__(self, rows: Rows, statistics: Statistics, *, batch_size: int, process: int, processes: int):
+        self.statistics = statistics
+        self._rows = rows
+        self._order = np.random.default_rng(0).permutation(len(rows)).tolist()
+        self._batch_size = batch_size
+        self._share = range(process * batch_size // processes, (process + 1) * batch_size // processes)
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        padding = Rows(self._rows.tokens, self._rows.pieces[:0], np.zeros(2, np.int64), self._rows.sequence_length)[0]
+        for first_row in range(0, len(self._rows), self._batch_size):
+            places = [first_row + i for i in self._share]
+            yield _stack([self._rows[self._order[i]] if i < len(self._rows) else padding for i in places])
+
+
+def _stack(rows: list[Batch]) -> Batch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -1,0 +1,252 @@
+"""Sources: where documents come from, and which of them are held out for validation.
+
+    python   the .py files of the running interpreter's standard library: the default, needs no download
+    text     a text file, or the text files of a folder
+    jsonl    a .jsonl file, or those of a folder; the text is in one field of each line
+    tfds     an ArrayRecord dataset of tensorflow_datasets, read without TensorFlow (tfds_text.py writes such a dataset)
+
+Text and JSONL files may be packed (.xz, .gz). Every source is a random-access sequence of documents in a fixed order,
+so that the same files give the same training run.
+"""
+
+import gzip
+import json
+import lzma
+import os
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from titans_jax.data.errors import DataError
+
+Split = Literal["train", "validation"]
+
+TEXT_SUFFIXES = (
+    ".txt .text .md .rst .tex .html .xml .raw .tokens .py .c .h .cc .cpp .hpp .cu .java .js .ts .go .rs .jl .sh"
+).split()
+UNPACK = {".xz": lzma.open, ".gz": gzip.open}
+NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Documents(Sequence[str]):
+    """Documents that are read when they are asked for: document i is `read(items[i])`."""
+
+    items: Sequence[Any]
+    read: Callable[[Any], str]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> str:
+        return self.read(self.items[index])
+
+
+def open_documents(config: Any, split: Split) -> Documents:
+    """The documents of one split of `config` (a DataConfig).
+
+    Validation documents are those of `validation_path` (text, jsonl) or of a dataset's own split "validation" (tfds).
+    Where there is neither, every `validation_every`-th document is kept out of training; a single document is cut, and
+    the last 1 / validation_every of its characters are held out.
+
+    Raises DataError for missing or empty data, bytes that are not UTF-8, and fields that contradict one another.
+    """
+    _check(config)
+    if config.source == "tfds":
+        documents, separate = _array_records(config, split)
+    elif config.source == "python":
+        documents, separate = _standard_library(), False
+    else:
+        separate = config.validation_path is not None
+        field = "validation_path" if separate and split == "validation" else "path"
+        documents = (_text_files if config.source == "text" else _jsonl_records)(config, field)
+    return documents if separate else _hold_out(documents, split, config)
+
+
+def describe_source(config: Any) -> str:
+    """The fields that say where the data is, for messages."""
+    return "data.source='python'" if config.source == "python" else f"data.path={str(config.path)!r}"
+
+
+def _hold_out(documents: Documents, split: Split, config: Any) -> Documents:
+    every = config.validation_every
+    if every < 2:
+        raise DataError(
+            f"data.validation_every={every} leaves nothing to train on or to validate with: use 2 or more, as "
+            f"{describe_source(config)} has no validation documents of its own"
+        )
+    if len(documents) == 1:
+        text = documents[0]
+        border = len(text) - len(text) // every
+        return Documents([text[:border] if split == "train" else text[border:]], str)
+    if split == "train":
+        return Documents([item for number, item in enumerate(documents.items, 1) if number % every], documents.read)
+    if not documents.items[every - 1 :]:
+        raise DataError(
+            f"data.validation_every={every} holds out none of the {len(documents)} documents of "
+            f"{describe_source(config)} for validation: use a number from 2 to {len(documents)}"
+        )
+    return Documents(documents.items[every - 1 :: every], documents.read)
+
+
+def _standard_library() -> Documents:
+    """One document per file; files that are not UTF-8 (a few of Python's own tests) read as empty and so drop out."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in _files_below(folder, [".py"]) if not NOT_STANDARD_LIBRARY & set(file.parts)]
+    if not files:
+        raise DataError(
+            f"data.source='python' found no .py file of the standard library in {folder}: "
+            "use data.source='text' with data.path"
+        )
+    return Documents([folder / file for file in files], lambda file: _read_text(file, "empty"))
+
+
+def _text_files(config: Any, field: str) -> Documents:
+    """One document per file."""
+    return Documents(_data_files(config, field, TEXT_SUFFIXES), lambda file: _read_text(file, config.errors))
+
+
+def _jsonl_records(config: Any, field: str) -> Documents:
+    """One document per line; all in memory, as packed files have no random access (use tfds where that is too much)."""
+    texts = []
+    for file in _data_files(config, field, [".jsonl"]):
+        offset = 0
+        with _open(file) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    texts.append(_json_text(line, f"{file}, line {number},", offset, config))
+                offset += len(line)
+    if not texts:
+        raise DataError(
+            f"data.{field}={str(getattr(config, field))!r} holds no record: give files with one JSON object a line"
+        )
+    return Documents(texts, str)
+
+
+def _json_text(line: bytes, place: str, offset: int, config: Any) -> str:
+    try:
+        record = json.loads(_decode(line, place, offset, config.errors))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is not JSON ({error}): data.source='jsonl' takes one JSON object a line") from error
+    fields = record if isinstance(record, dict) else {}
+    text = fields.get(config.text_field)
+    if not isinstance(text, str):
+        names = [name for name, value in fields.items() if isinstance(value, str)]
+        raise DataError(f"data.text_field={config.text_field!r} is no text in {place} which has these: {names}")
+    # JSON can spell half of a surrogate pair ("\ud83d"), which UTF-8 cannot: the same refusal or replacement.
+    return _decode(text.encode("utf-8", "surrogatepass"), f"{place} field {config.text_field!r}", 0, config.errors)
+
+
+def _array_records(config: Any, split: Split) -> tuple[Documents, bool]:
+    """The split's own documents and True, or all documents (those of "train") and False."""
+    import tensorflow_datasets as tfds  # only runs that read such a dataset wait for the import
+
+    folder = Path(config.path).expanduser()
+    if not (folder / "dataset_info.json").is_file():
+        inside = sorted(str(info.parent) for info in folder.rglob("dataset_info.json"))
+        raise DataError(
+            f"data.path={str(config.path)!r} is no prepared TFDS dataset: give the folder that holds dataset_info.json"
+            + (f", such as {inside[-1]}" if inside else ", as `titans data` writes it")
+        )
+    builder = tfds.builder_from_directory(folder)
+    if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
+        raise DataError(
+            f"data.path={str(config.path)!r} is stored as {builder.info.file_format.value}: "
+            "prepare it with file_format='array_record', which can be read without TensorFlow"
+        )
+    separate = "validation" in builder.info.splits
+    name = split if separate else "train"
+    if name not in builder.info.splits:
+        raise DataError(f"data.path={str(config.path)!r} has no split {name!r} but {list(builder.info.splits)}")
+    if config.text_field not in builder.info.features:
+        raise DataError(
+            f"data.text_field={config.text_field!r} is no field of {str(config.path)!r}, "
+            f"which has these: {list(builder.info.features)}"
+        )
+    source = builder.as_data_source(name)
+
+    def read(index: int) -> str:
+        return _decode(source[index][config.text_field], f"{folder}, {name} record {index},", 0, config.errors)
+
+    return Documents(range(len(source)), read), separate
+
+
+def _data_files(config: Any, field: str, suffixes: Sequence[str]) -> list[Path]:
+    """The file at `config.<field>`, or the files below that folder; training leaves the validation files out."""
+    path = Path(getattr(config, field)).expanduser()
+    if not path.exists():
+        raise DataError(f"data.{field}={str(path)!r} does not exist: give a file or a folder that does")
+    files = [path] if path.is_file() else [path / file for file in _files_below(path, suffixes)]
+    if field == "path" and config.validation_path is not None:
+        held_out = {file.resolve() for file in _data_files(config, "validation_path", suffixes)}
+        files = [file for file in files if file.resolve() not in held_out]
+    if not files:
+        raise DataError(
+            f"data.{field}={str(path)!r} has no file for data.source={config.source!r}: "
+            f"names should end in {' '.join(suffixes)} (or these with .xz, .gz)"
+        )
+    return files
+
+
+def _files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Files below `folder` with one of `suffixes`, packed or not, relative to it and sorted, without hidden ones."""
+    files = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            unpacked = Path(name).stem if Path(name).suffix in UNPACK else name
+            if not name.startswith(".") and Path(unpacked).suffix in suffixes:
+                files.append((Path(parent) / name).relative_to(folder))
+    return sorted(files, key=Path.as_posix)
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes, unpacked if its name says that it is packed."""
+    try:
+        with UNPACK.get(file.suffix, open)(file, "rb") as stream:
+            yield stream
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(f"{file} cannot be unpacked ({error}): the file is damaged, fetch or pack it again") from error
+
+
+def _read_text(file: Path, errors: str) -> str:
+    with _open(file) as stream:
+        return _decode(stream.read(), str(file), 0, errors)
+
+
+def _decode(content: bytes, place: str, offset: int, errors: str) -> str:
+    """UTF-8 to text; `errors`: "strict" refuses other bytes, "replace" reads U+FFFD, "empty" drops the document."""
+    try:
+        return content.decode("utf-8", "replace" if errors == "replace" else "strict")
+    except UnicodeDecodeError as error:
+        if errors == "empty":
+            return ""
+        raise DataError(
+            f"{place} is not UTF-8 at byte {offset + error.start}: convert it, "
+            "or set data.errors='replace' to read such bytes as U+FFFD"
+        ) from error
+
+
+def _check(config: Any) -> None:
+    """Refuses fields that mean nothing together before any file is opened."""
+    if config.source not in ("python", "text", "jsonl", "tfds"):
+        raise DataError(f"data.source={config.source!r} is unknown: use 'python', 'text', 'jsonl' or 'tfds'")
+    if config.source == "python" and config.path is not None:
+        raise DataError(
+            f"data.path={str(config.path)!r} has no use with data.source='python', which reads the standard library: "
+            "set data.source='text' (or 'jsonl', 'tfds'), or leave data.path out"
+        )
+    if config.source != "python" and config.path is None:
+        raise DataError(f"data.path is missing: data.source={config.source!r} reads the file or folder it names")
+    if config.source in ("python", "tfds") and config.validation_path is not None:
+        raise DataError(
+            f"data.validation_path={str(config.validation_path)!r} has no use with data.source={config.source!r}: "
+            "leave it out and set data.validation_every (or give the TFDS dataset a split named 'validation')"
+        )
+    if config.errors not in ("strict", "replace"):
+        raise DataError(f"data.errors={config.errors!r} is unknown: use 'strict' or 'replace'")

@@ -1,0 +1,94 @@
+"""Tokenizers: text to token ids and back.
+
+Both kinds share four members, all a tokenizer of your own needs:
+
+    vocab_size     ids are 0 .. vocab_size - 1
+    eos_id         the token between documents; bos_id is the same id: as in GPT-2, the token that ends one document
+                   begins the next, so every document's first token is predicted too, and generation from nothing
+                   starts from it
+    encode(text)   -> np.int32 [tokens], without eos_id
+    decode(ids)    -> str, special tokens left out
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from titans_jax.data.errors import DataError
+
+
+class Tokenizer(Protocol):
+    """What the pipeline, the trainer and generation ask of a tokenizer."""
+
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names: "byte", or the path of a SentencePiece model.
+
+    Raises DataError if the file is missing, is not a SentencePiece model, or has no end-of-sentence token.
+    """
+    return ByteTokenizer() if name == "byte" else SentencePieceTokenizer(name)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes: ids 0 .. 255 are the bytes, 256 stands between documents."""
+
+    vocab_size = 257
+    bos_id = eos_id = 256
+
+    def encode(self, text: str) -> np.ndarray:
+        """The bytes of `text`, np.int32 [bytes]; lone surrogates, which UTF-8 does not have, become "?"."""
+        return np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; ids above 255 are left out and bytes that are no (or not yet a whole) character give U+FFFD.
+
+        For streaming: the text of a longer prefix begins with that of a shorter one, less its trailing U+FFFD.
+        """
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model (BPE or unigram), for example the file `tokenizer.model` of Llama or Mistral.
+
+    Its end-of-sentence token stands between documents; its own begin-of-sentence token is not used.
+    """
+
+    def __init__(self, path: str | Path):
+        import sentencepiece  # only runs that use such a model need the package
+
+        if not Path(path).expanduser().is_file():
+            raise DataError(f"data.tokenizer={str(path)!r} is no file: use 'byte' or the path of a SentencePiece model")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(Path(path).expanduser()))
+        except RuntimeError as error:
+            raise DataError(
+                f"data.tokenizer={str(path)!r} is not a SentencePiece model: use 'byte' or the path of one"
+            ) from error
+        if self._model.eos_id() < 0:
+            raise DataError(
+                f"data.tokenizer={str(path)!r} has no end-of-sentence token to put between documents: "
+                "use a model trained with one (SentencePiece's default)"
+            )
+        self.vocab_size: int = self._model.vocab_size()
+        self.bos_id = self.eos_id = int(self._model.eos_id())
+
+    def encode(self, text: str) -> np.ndarray:
+        """The pieces of `text`, np.int32 [tokens]; lone surrogates become "?"."""
+        return np.asarray(self._model.encode(text.encode("utf-8", errors="replace").decode()), np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; ids beyond the vocabulary are left out, byte pieces that are no whole character give U+FFFD.
+
+        For streaming: the text of a longer prefix begins with that of a shorter one, less its trailing U+FFFD.
+        """
+        return self._model.decode([i for i in map(int, ids) if i < self.vocab_size])

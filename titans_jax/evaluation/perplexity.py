@@ -1,0 +1,127 @@
+"""Loss, bits per byte and perplexity of a language model over held-out batches."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from titans_jax import data
+from titans_jax.data import ByteTokenizer, Tokenizer
+from titans_jax.models.language_model import granularity
+
+Batch = dict[str, jax.Array]
+EvaluationStep = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
+
+
+class EvaluationError(ValueError):
+    """Data on which nothing can be measured."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Totals over the predicted targets of some batches."""
+
+    nats: float
+    """Summed cross entropy."""
+    tokens: int
+    """Predicted targets."""
+    bytes: int
+    """Bytes of text those targets stand for; end-of-document marks are predicted but stand for none."""
+
+    @property
+    def loss(self) -> float:
+        """Mean cross entropy, nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits to encode one byte of the text: comparable between tokenizers."""
+        return self.nats / self.bytes / math.log(2)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), per token; infinite beyond the float range."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluate(
+    evaluation_step: EvaluationStep,
+    params: Any,
+    batches: Iterable[Batch],
+    tokenizer: Tokenizer,
+    stop: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """Run `make_evaluation_step`'s function over the batches; None if `stop()` became true on the way.
+
+    Raises:
+      EvaluationError: the batches hold no target.
+    """
+    nats, tokens, num_bytes = 0.0, 0, 0
+    for batch in batches:
+        if stop():
+            return None
+        batch_nats, batch_tokens, _ = evaluation_step(params, batch)
+        nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
+        num_bytes += count_bytes(batch["targets"], tokenizer)
+    if tokens == 0 or num_bytes == 0:
+        raise EvaluationError(
+            "the validation data holds no text to predict; use a smaller data.validation_every, or more data"
+        )
+    return Evaluation(nats, tokens, num_bytes)
+
+
+def evaluate_run(run: Any, batches: int | None = None) -> Evaluation:
+    """A trained model (titans_jax.training.Run) on the first `batches` validation batches of its data, or on all."""
+    align = granularity(run.config.model)
+    validation = data.validation_batches(run.config.data, run.tokenizer, align=align)
+    step = make_evaluation_step(run.graphdef)
+    return evaluate(step, run.params, itertools.islice(validation, batches), run.tokenizer)
+
+
+def make_evaluation_step(graphdef: nnx.GraphDef) -> EvaluationStep:
+    """Compiled (params, batch) -> (summed nats, predicted targets, diagnostics).
+
+    The diagnostics are those of `LanguageModel.__call__`, float32 [memory layers] each; a model without memory has none.
+    """
+    return jax.jit(functools.partial(_evaluation_step, graphdef))
+
+
+def _evaluation_step(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, dict]:
+    model = nnx.merge(graphdef, params)
+    logits, diagnostics = model(batch["tokens"], batch["segment_ids"], return_diagnostics=True)
+    return *cross_entropy_sum(logits, batch["targets"]), diagnostics
+
+
+def loss_sum(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Summed cross entropy in nats of the predicted targets, and how many there are; scalars of the logits' dtype.
+
+    batch: {"tokens", "targets", "segment_ids"}, int32 [rows, time]; a target of -1 is not predicted.
+    """
+    logits = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"])
+    return cross_entropy_sum(logits, batch["targets"])
+
+
+def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `loss_sum`, from logits [rows, time, vocab] and targets [rows, time]."""
+    predicted = targets >= 0
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+    return jnp.sum(nats, where=predicted), jnp.sum(predicted, dtype=nats.dtype)
+
+
+def count_bytes(targets: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Bytes of UTF-8 text that targets [rows, time] stand for.
+
+    With a SentencePiece model a character cut by the end of a row counts for a replacement character.
+    """
+    targets = np.asarray(targets)
+    if isinstance(tokenizer, ByteTokenizer):
+        return int(np.sum((targets >= 0) & (targets < 256)))
+    return sum(len(tokenizer.decode(row[row >= 0]).encode()) for row in targets)

@@ -1,0 +1,19 @@
+"""Layers (Flax NNX) between the memory core and the models. State goes in and comes out; no layer hides any."""
+
+from titans_jax.layers.attention import Attention
+from titans_jax.layers.convolution import CausalConvolution
+from titans_jax.layers.feed_forward import FeedForward
+from titans_jax.layers.gated_merge import GatedMerge
+from titans_jax.layers.neural_memory import NeuralMemory
+from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.persistent import PersistentTokens
+
+__all__ = [
+    "Attention",
+    "CausalConvolution",
+    "FeedForward",
+    "GatedMerge",
+    "NeuralMemory",
+    "PersistentTokens",
+    "RMSNorm",
+]

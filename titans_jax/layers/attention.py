@@ -1,0 +1,213 @@
+"""Multi-head causal attention: full or in a sliding window, blocked, with a prefix every token sees.
+
+`attend` is the definition, `causal_attention` the blocked form over a sequence, `Attention` the layer with its cache.
+Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from titans_jax.config import ModelConfig
+from titans_jax.layers.documents import Documents
+from titans_jax.layers.linear import compute_dtype, projection, wide_dtype
+from titans_jax.layers.rotary import rotate
+
+BLOCK = 256
+
+
+class KeyValues(NamedTuple):
+    """Keys and values, both [b, t, h, d] (a prefix: [n, h, d])."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class AttentionState(NamedTuple):
+    """What attention carries: a ring of the last keys and values, slot = position mod capacity.
+
+    prefix: keys and values of the persistent tokens [n, h, d]; cache: [b, capacity, h, d]; position: int32 scalar,
+    tokens read so far.
+    """
+
+    prefix: KeyValues
+    cache: KeyValues
+    position: jax.Array
+
+
+@jax.checkpoint
+def attend(queries: jax.Array, past: KeyValues, prefix: KeyValues, visible: jax.Array) -> jax.Array:
+    """softmax(q k^T / sqrt(d)) v over [prefix | past], in float32; recomputed, not stored, for the backward pass.
+
+    Args:
+      queries: [b, t, h, d].
+      past: [b, s, h, d].
+      prefix: [n, h, d], seen by every query.
+      visible: bool [b or 1, t, s], which rows of past each query sees; where n is 0, at least one.
+    """
+    wide = wide_dtype(queries.dtype)
+    logits = jnp.einsum("bthd,bshd->bhts", queries, past.keys, preferred_element_type=wide)
+    logits = jnp.where(visible[:, None], logits, -jnp.inf)
+    prefix_logits = jnp.einsum("bthd,nhd->bhtn", queries, prefix.keys, preferred_element_type=wide)
+    logits = jnp.concatenate([prefix_logits, logits], axis=-1) * queries.shape[-1] ** -0.5
+    weights = jax.nn.softmax(logits, axis=-1).astype(queries.dtype)
+    prefix_weights, weights = jnp.split(weights, [prefix.keys.shape[0]], axis=-1)
+    return jnp.einsum("bhts,bshd->bthd", weights, past.values) + jnp.einsum(
+        "bhtn,nhd->bthd", prefix_weights, prefix.values
+    )
+
+
+def causal_attention(
+    queries: jax.Array,
+    past: KeyValues,
+    prefix: KeyValues,
+    window: int | None = None,
+    *,
+    history_seen: int | jax.Array = 0,
+    documents: jax.Array | None = None,
+    block: int = BLOCK,
+) -> jax.Array:
+    """Each query sees the prefix and the last `window` tokens, itself included, of its own document: [b, t, h, d].
+
+    Blocks of queries are taken one after another, each against the keys its window can reach, so that [t, t] is never
+    formed. `jax.nn.dot_product_attention` calls the same window local_window_size=(window - 1, 0).
+
+    Args:
+      past: [b, history + t, h, d], `history` rows of the past before the rows of the queries.
+      window: None sees everything before the query too.
+      history_seen: how many of the history's last rows exist.
+      documents: int [b, t], a number per document; only without history.
+      block: queries taken at once. Never changes the numbers.
+    """
+    time, total = queries.shape[1], past.keys.shape[1]
+    history = total - time
+    window = total if window is None else min(window, total)
+    block = min(block, time)
+    blocks = -(-time // block)
+    # In padded coordinates query i is row `reach + i`, and block number j sees rows [j block, j block + span).
+    reach = min(-(-(window - 1) // block) * block, -(-total // block) * block)
+    span = reach + block
+    tail = blocks * block - time
+
+    def pad(x: jax.Array, front: int) -> jax.Array:
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (front, tail, 0), *[(0, 0, 0)] * (x.ndim - 2)])
+
+    past = KeyValues(*(pad(x, reach - history) for x in past))
+    queries = pad(queries, 0)
+    if documents is not None:
+        documents = pad(documents, reach)
+
+    def one_block(number: jax.Array) -> jax.Array:
+        start = number * block
+
+        def rows(x: jax.Array, offset: int | jax.Array, size: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, start + offset, size, axis=1)
+
+        query_row = (start + reach + jnp.arange(block, dtype=jnp.int32))[:, None]
+        key_row = (start + jnp.arange(span, dtype=jnp.int32))[None]
+        visible = (key_row <= query_row) & (query_row - key_row < window) & (key_row >= reach - history_seen)
+        visible = visible[None]
+        if documents is not None:
+            visible &= rows(documents, reach, block)[:, :, None] == rows(documents, 0, span)[:, None]
+        return attend(rows(queries, 0, block), KeyValues(*(rows(x, 0, span) for x in past)), prefix, visible)
+
+    outputs = jax.lax.map(one_block, jnp.arange(blocks, dtype=jnp.int32))
+    batch, _, *heads = queries.shape
+    return jnp.moveaxis(outputs, 0, 1).reshape(batch, blocks * block, *heads)[:, :time]
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with rotary positions, [b, t, dim] -> [b, t, dim].
+
+    Args:
+      window: tokens a query sees, itself included; None is full causal attention.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs):
+        self.window, self.rope_theta, self.dtype = window, config.rope_theta, compute_dtype(config)
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        width = self.num_heads * self.head_dim
+        self.query, self.key, self.value = (
+            projection(config, config.dim, width, ("embed", "heads"), rngs=rngs) for _ in range(3)
+        )
+        self.output = projection(config, width, config.dim, ("heads", "embed"), writes_residual=True, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        state: AttentionState | None = None,
+        documents: Documents | None = None,
+        persistent: jax.Array | None = None,
+    ) -> tuple[jax.Array, AttentionState | None]:
+        """Attend from x [b, t, dim] to the persistent tokens, the state's past and x itself.
+
+        Without a state this is the start of a sequence and no state is returned. A state of full attention that is
+        asked for more tokens than its capacity gives NaN.
+        """
+        if state is None:
+            time = jnp.arange(x.shape[1], dtype=jnp.int32)
+            positions, index = (time, None) if documents is None else (documents.positions, documents.index)
+            past, prefix = self.key_values(x, positions), self.prefix(persistent)
+            y = causal_attention(self.queries(x, positions), past, prefix, self.window, documents=index)
+            return self.merge(y), None
+
+        positions = state.position + jnp.arange(x.shape[1], dtype=jnp.int32)
+        queries, new = self.queries(x, positions), self.key_values(x, positions)
+        capacity = state.cache.keys.shape[1]
+        cache = KeyValues(*(_write_ring(ring, rows, positions) for ring, rows in zip(state.cache, new, strict=True)))
+        if x.shape[1] == 1:  # the order of keys does not matter, so the ring is read as it lies
+            visible = jnp.arange(capacity, dtype=jnp.int32)[None, None] <= state.position
+            y = attend(queries, cache, state.prefix, visible)
+        else:
+            past = KeyValues(
+                *(
+                    jnp.concatenate([jnp.roll(ring, -state.position, axis=1), rows], axis=1)
+                    for ring, rows in zip(state.cache, new, strict=True)
+                )
+            )
+            seen = jnp.minimum(state.position, capacity)
+            y = causal_attention(queries, past, state.prefix, capacity, history_seen=seen)
+        if self.window is None:
+            y = jnp.where(positions[-1] < capacity, y, jnp.nan)
+        return self.merge(y), AttentionState(state.prefix, cache, positions[-1] + 1)
+
+    def init_state(self, batch: int, max_length: int | None, persistent: jax.Array | None = None) -> AttentionState:
+        """An empty cache of `window` tokens, or of `max_length` tokens for full attention.
+
+        Raises:
+          ValueError: full attention without max_length.
+        """
+        capacity = self.window or max_length
+        if capacity is None:
+            raise ValueError("max_length is None; full attention keeps every token, so give the longest length to come")
+        empty = jnp.zeros((batch, capacity, self.num_heads, self.head_dim), self.dtype)
+        return AttentionState(self.prefix(persistent), KeyValues(empty, empty), jnp.zeros((), jnp.int32))
+
+    def queries(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """[..., t, dim] -> [..., t, h, d], turned to int positions [..., t]."""
+        return rotate(self._split(self.query(x)), positions, self.rope_theta)
+
+    def key_values(self, x: jax.Array, positions: jax.Array) -> KeyValues:
+        """[..., t, dim] -> keys (turned to int positions [..., t]) and values [..., t, h, d]."""
+        return KeyValues(rotate(self._split(self.key(x)), positions, self.rope_theta), self._split(self.value(x)))
+
+    def prefix(self, persistent: jax.Array | None) -> KeyValues:
+        """Keys and values [n, h, d] of persistent tokens [n, dim], or of none; they have no position."""
+        if persistent is None:
+            return KeyValues(*[jnp.zeros((0, self.num_heads, self.head_dim), self.dtype)] * 2)
+        return KeyValues(self._split(self.key(persistent)), self._split(self.value(persistent)))
+
+    def merge(self, y: jax.Array) -> jax.Array:
+        """[..., t, h, d] -> [..., t, dim], the output projection."""
+        return self.output(y.reshape(*y.shape[:-2], -1))
+
+    def _split(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+
+
+def _write_ring(ring: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """`ring` [b, capacity, ...] with row t written to slot positions[t] mod capacity; the last rows win."""
+    capacity = ring.shape[1]
+    return ring.at[:, positions[-capacity:] % capacity].set(rows[:, -capacity:], unique_indices=True)

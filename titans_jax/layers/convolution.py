@@ -1,0 +1,54 @@
+"""Causal depthwise convolution with an explicit history."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+
+from titans_jax.config import ModelConfig
+from titans_jax.layers.documents import Documents
+from titans_jax.layers.linear import compute_dtype, param_dtype
+from titans_jax.sharding import logical
+
+
+class CausalConvolution(nnx.Module):
+    """y_t = sum_lag kernel[lag] * x_{t - lag}, one kernel of `config.conv_size` taps per channel (papers.md 1.5).
+
+    The rows before the first one come in as `tail`, [batch, conv_size - 1, channels], oldest first, and the last rows
+    go out as the next tail, so any split of a sequence gives the same numbers.
+    """
+
+    def __init__(self, config: ModelConfig, channels: int, *, rngs: nnx.Rngs):
+        self.size, self.dtype = config.conv_size, compute_dtype(config)
+        init = logical(initializers.normal(self.size**-0.5), None, "heads")
+        self.kernel = nnx.Param(init(rngs.params(), (self.size, channels), param_dtype(config)))
+
+    def __call__(
+        self, x: jax.Array, tail: jax.Array, documents: Documents | None = None, initial_tail: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolve [batch, time, channels]; also returns the next tail.
+
+        Documents, when given, begin with `initial_tail` [conv_size - 1, channels] as their history.
+        """
+        time = x.shape[1]
+        kernel = self.kernel[...].astype(self.dtype)[:, None, None]
+        rows = jnp.concatenate([tail, x], axis=1)
+        y = jnp.zeros_like(x)
+        for lag in range(self.size):
+            begin = self.size - 1 - lag
+            past = rows[:, begin : begin + time]
+            if documents is not None:
+                past = jnp.where((documents.positions >= lag)[..., None], past, 0)
+            y = y + kernel[lag] * past
+        if documents is not None:
+            y = y + self._initial_history(documents.positions, initial_tail, kernel)
+        return y, rows[:, time:]
+
+    def _initial_history(self, positions: jax.Array, initial_tail: jax.Array, kernel: jax.Array) -> jax.Array:
+        """What the initial tail adds to a document's first conv_size - 1 tokens, as one product with a small table."""
+        history = self.size - 1
+        padded = jnp.pad(initial_tail, ((0, history), (0, 0)))
+        table = jnp.zeros_like(initial_tail)
+        for lag in range(1, self.size):
+            table = table + kernel[lag, 0] * padded[history - lag : 2 * history - lag]
+        return jax.nn.one_hot(positions, history, dtype=self.dtype) @ table

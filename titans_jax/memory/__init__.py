@@ -1,0 +1,159 @@
+"""The memory core: pure functions on arrays (jax only), one head of one sequence; callers vmap over batch and heads.
+
+    rule   = presets.titans(depth=2, expansion=4, chunk_size=16)
+    params = init_params(rule, key, head_dim)
+    state  = init_state(rule, params)
+    reads, state = memorize(rule, params, state, queries, keys, values, gates)
+    reads  = retrieve(rule, params, state, queries)
+
+Words (design 1): fast weights are what the inner loss moves, slow weights what the optimizer trains; the anchor is the
+fast weights at the open chunk's start, where gradients are taken; retention, momentum, step size are 1 - alpha, eta,
+theta of Titans. `chunk_size` is part of the model; how many tokens a form processes at once never changes the numbers.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory import (
+    algorithms,
+    architectures,
+    associative,
+    biases,
+    chunked,
+    engine,
+    presets,
+    recurrent,
+    retentions,
+)
+from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Params, Surprise
+
+__all__ = [
+    "FORMS",
+    "Gates",
+    "MemoryRule",
+    "MemoryState",
+    "Surprise",
+    "algorithms",
+    "architectures",
+    "biases",
+    "init_params",
+    "init_state",
+    "memorize",
+    "presets",
+    "retentions",
+    "retrieve",
+    "start_chunk",
+]
+
+FORMS = {"recurrent": recurrent.memorize, "associative": associative.memorize, "chunked": chunked.memorize}
+
+
+def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
+    """Slow parameters of one head: {"weights": the learned start of each fast matrix [in, out], ...} float32.
+
+    Start weights are normal with standard deviation 1/sqrt(in) (papers 1.3: fan-in); the last matrix is never zero, as
+    the norm behind it would then multiply gradients by 1/sqrt(epsilon) (papers 1.4).
+    """
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim is {head_dim!r}: it must be an integer of 1 or more, for example 64.")
+    shapes = rule.architecture.shapes(head_dim)
+    keys = jax.random.split(key, len(shapes))
+    weights = tuple(jax.random.normal(k, s, jnp.float32) * s[0] ** -0.5 for k, s in zip(keys, shapes, strict=True))
+    return {"weights": weights, **rule.architecture.slow(head_dim)}
+
+
+def init_state(rule: MemoryRule, params: Params) -> MemoryState:
+    """The state before the first token: the learned start weights, no momentum, an empty chunk."""
+    weights = tuple(w.astype(engine.state_dtype(w.dtype)) for w in params["weights"])
+    momentum = tuple(jnp.zeros_like(w) for w in weights) if rule.algorithm.has_momentum else ()
+    return MemoryState(weights, momentum, weights, 0)
+
+
+def start_chunk(state: MemoryState) -> MemoryState:
+    """The same memory with its open chunk closed early: the next token starts a chunk."""
+    return MemoryState(state.weights, state.momentum, state.weights, 0)
+
+
+def memorize(
+    rule: MemoryRule,
+    params: Params,
+    state: MemoryState,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    gates: Gates,
+    form: str = "chunked",
+    *,
+    resets: jax.Array | None = None,
+    initial_state: MemoryState | None = None,
+    return_surprise: bool = False,
+):
+    """Write every token and read after each write: (reads [time, head_dim], state), and `Surprise` on request.
+
+    queries, keys, values: [time, head_dim], float32, bfloat16 (operands only; states stay float32) or float64. The read
+    of token t sees the writes of tokens <= t (papers 1.6.4) and is in the state's dtype. Splitting a sequence anywhere
+    and passing the state on changes nothing. form: "recurrent" | "associative" | "chunked", equal to rounding.
+
+    resets: [time] bool, True at a document's first token, before which the state becomes `initial_state` (default:
+    `init_state(rule, params)`) and a chunk begins. In the associative and chunked forms a reset must fall on a chunk
+    border, and padding (`gates.mask`) may only be followed by a reset: otherwise all reads are NaN, never silently wrong.
+
+    Raises ValueError, naming the argument, for an unknown form or shapes that do not fit.
+    """
+    check(rule, params, state, queries, keys, values, gates, form, resets)
+    time, head_dim = queries.shape
+    if time == 0:
+        empty = jnp.zeros((0,), engine.state_dtype(queries.dtype))
+        reads = jnp.zeros((0, head_dim), empty.dtype)
+        return (reads, state, Surprise(empty, empty)) if return_surprise else (reads, state)
+    gates = engine.per_matrix(rule, gates, len(state.weights), engine.state_dtype(queries.dtype))
+    dtype = engine.state_dtype(queries.dtype)
+    start, initial = engine.cast_state(state, dtype), None
+    if resets is not None:
+        initial = start_chunk(engine.cast_state(initial_state or init_state(rule, params), dtype))
+    reads, state, surprise = FORMS[form](rule, params, start, queries, keys, values, gates, resets, initial)
+    return (reads, state, surprise) if return_surprise else (reads, state)
+
+
+def retrieve(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> jax.Array:
+    """Read without updating: queries [..., head_dim] -> [..., head_dim] (papers 1.2, M*)."""
+    return engine.read(rule, params, state.weights, queries)
+
+
+def check(rule, params, state, queries, keys, values, gates, form, resets):
+    """Refuse, in one sentence, arguments that do not fit together."""
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, FORMS))}.")
+    if queries.ndim != 2:
+        raise ValueError(f"queries has shape {queries.shape}: one head takes [time, head_dim]; vmap over batch and heads.")
+    time, head_dim = queries.shape
+    expected = rule.architecture.shapes(head_dim)
+    shapes = tuple(w.shape for w in params["weights"])
+    if shapes != expected:
+        raise ValueError(
+            f"params['weights'] has shapes {shapes}: {rule.architecture} with head_dim {head_dim} needs {expected}."
+        )
+    if len(state.momentum) != (len(expected) if rule.algorithm.has_momentum else 0):
+        raise ValueError(
+            f"state.momentum has {len(state.momentum)} matrices: {rule.algorithm} needs a state made by init_state(rule, params)."
+        )
+    for name, x in (("keys", keys), ("values", values)):
+        if x.shape != queries.shape or x.dtype != queries.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype}{list(x.shape)}: it must have the shape and dtype of queries, "
+                f"{queries.dtype}{list(queries.shape)}."
+            )
+    if rule.algorithm.has_momentum and gates.log_momentum is None:
+        raise ValueError(f"gates.log_momentum is None: {rule.algorithm} needs one value per token, shape ({time},).")
+    for name in ("log_retention", "log_momentum", "step_size"):
+        x = getattr(gates, name)
+        if x is not None and x.shape not in ((time,), (time, len(expected))):
+            raise ValueError(
+                f"gates.{name} has shape {x.shape}: it must be ({time},) or ({time}, {len(expected)}), per token or per "
+                "token and fast matrix."
+            )
+    for name, x in (("gates.mask", gates.mask), ("resets", resets)):
+        if x is not None and (x.shape != (time,) or x.dtype != jnp.bool_):
+            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: it must be bool[{time}], one flag per token.")

@@ -1,0 +1,107 @@
+"""Memory architectures: what the fast weights compute. Written once, as a function of "apply fast matrix i to x".
+
+Every form of the engine passes its own `linear(i, x)` (papers 1.6.4, design 3.1), so an architecture is all a new
+memory needs: its matrix shapes and its read. Add one by subclassing `Architecture`; nothing else changes.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+NORM_EPSILON = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture(abc.ABC):
+    """A memory network of one head: `shapes` of its fast matrices in the order they are applied, and its `read`."""
+
+    @abc.abstractmethod
+    def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """[in, out] of every fast matrix."""
+
+    @abc.abstractmethod
+    def read(self, linear: Callable[[int, jax.Array], jax.Array], params: dict, x: jax.Array) -> jax.Array:
+        """[..., head_dim] -> [..., head_dim]; params holds the slow parameters of `slow`."""
+
+    def slow(self, head_dim: int) -> dict[str, jax.Array]:
+        """Start values of the slow parameters beside the fast weights' start."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear(Architecture):
+    """M(x) = x W, the memory of every derivation in the papers (1.4) and of all linear recurrent baselines."""
+
+    def shapes(self, head_dim):
+        return ((head_dim, head_dim),)
+
+    def read(self, linear, params, x):
+        return linear(0, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mlp(Architecture):
+    """M(x) = gelu(... gelu(x W_0) ...) W_{depth-1}, hidden width expansion * head_dim (papers 1.4)."""
+
+    depth: int = 2
+    expansion: int = 4
+
+    def __post_init__(self):
+        for field in ("depth", "expansion"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}: a memory needs an integer of 1 or more, for example 2.")
+
+    def shapes(self, head_dim):
+        widths = [head_dim] + [self.expansion * head_dim] * (self.depth - 1) + [head_dim]
+        return tuple(zip(widths[:-1], widths[1:], strict=True))
+
+    def read(self, linear, params, x):
+        x = linear(0, x)
+        for i in range(1, self.depth):
+            x = linear(i, jax.nn.gelu(x))
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualMlp(Mlp):
+    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (papers 1.4, 1.11-h)."""
+
+    def read(self, linear, params, x):
+        return x + layer_norm(super().read(linear, params, x), params["norm_scale"])
+
+    def slow(self, head_dim):
+        return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedMlp(Architecture):
+    """M(x) = (silu(x W_0) * (x W_1)) W_2, the SwiGLU memory of LaCT (papers 4.2)."""
+
+    expansion: int = 4
+
+    def __post_init__(self):
+        if not isinstance(self.expansion, int) or self.expansion < 1:
+            raise ValueError(f"expansion is {self.expansion!r}: a memory needs an integer of 1 or more, for example 2.")
+
+    def shapes(self, head_dim):
+        hidden = self.expansion * head_dim
+        return ((head_dim, hidden), (head_dim, hidden), (hidden, head_dim))
+
+    def read(self, linear, params, x):
+        return linear(2, jax.nn.silu(linear(0, x)) * linear(1, x))
+
+
+def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """LayerNorm over the last axis without bias, in the accumulation dtype of x (papers 1.4: float32)."""
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(variance + NORM_EPSILON) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
+
+
+linear, mlp, residual_mlp, gated_mlp = Linear, Mlp, ResidualMlp, GatedMlp

@@ -1,0 +1,44 @@
+"""The recurrent form: one token at a time. The definition every other form must equal, and what decoding runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory import engine
+from titans_jax.memory.types import Gates, MemoryRule, MemoryState
+
+
+def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates: Gates, resets, initial: MemoryState):
+    """Scan over tokens; a reset may fall anywhere and restarts the chunk grid (Titans eq 8-14, papers 1.6.1)."""
+    state = dataclasses.replace(state, position=jnp.asarray(state.position, jnp.int32))
+
+    def token(state, inputs):
+        query, key, value, gate, reset = inputs
+        if reset is not None:
+            state = engine.select_state(reset, initial, state)
+        written, surprise = write(rule, params, state, key[None], value[None], gate)
+        if gate.mask is not None:
+            written = engine.select_state(gate.mask, written, state)
+        return written, (engine.read(rule, params, written.weights, query), surprise)
+
+    state, (reads, surprise) = jax.lax.scan(token, state, (queries, keys, values, gates, resets))
+    return reads, state, jax.tree.map(lambda x: x[:, 0], surprise)
+
+
+def write(rule: MemoryRule, params, state: MemoryState, key, value, gate: Gates):
+    """The state after one token (key, value [1, head_dim], gate leaves [matrices]) and its surprise."""
+    inputs, deltas, surprise = engine.taps(rule, params, state.anchor, key, value)
+    weights, momentum = [], []
+    for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
+        step = -gate.step_size[i] * engine.matmul(x.T, delta, key.dtype)
+        if rule.algorithm.has_momentum:
+            step = jnp.exp(gate.log_momentum[i]) * state.momentum[i] + step
+            momentum.append(step)
+        weights.append(jnp.exp(gate.log_retention[i]) * state.weights[i] + step)
+    position = state.position + 1
+    closed = position == rule.chunk_size
+    anchor = tuple(jnp.where(closed, w, a) for w, a in zip(weights, state.anchor, strict=True))
+    return MemoryState(tuple(weights), tuple(momentum), anchor, jnp.where(closed, 0, position)), surprise

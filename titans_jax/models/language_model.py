@@ -1,0 +1,205 @@
+"""The language model: embedding, a pattern of blocks cycled over the depth, norm, head.
+
+    logits = model(tokens, segment_ids)                # training and scoring
+    state = model.init_state(batch_size)
+    logits, state = model.extend(prompt, state)        # prefill
+    logits, state = model.extend(token, state)         # decode
+
+The two are the same blocks: a call begins a sequence, `extend` begins where its state ends.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+
+from titans_jax import sharding
+from titans_jax.config import MEMORY_BLOCKS, ModelConfig
+from titans_jax.layers import documents as layout
+from titans_jax.layers.documents import Documents
+from titans_jax.layers.linear import INIT_STDDEV, compute_dtype, param_dtype, projection
+from titans_jax.layers.norms import RMSNorm
+from titans_jax.models.attention_block import AttentionBlock, WindowBlock
+from titans_jax.models.lmm import LMM
+from titans_jax.models.mac import MAC
+from titans_jax.models.mag import MAG
+from titans_jax.models.mal import MAL
+
+BLOCKS: dict[str, type[nnx.Module]] = {
+    "lmm": LMM,
+    "mac": MAC,
+    "mag": MAG,
+    "mal": MAL,
+    "attention": AttentionBlock,
+    "window": WindowBlock,
+}
+"""Block kinds by name. A block has
+
+    init_state(batch, max_length) -> state                           arrays only, before the first token
+    block(x, state=None, documents=None) -> x, state, report         x [batch, time, dim]; report {} without memory
+"""
+
+REMAT_POLICIES = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Cycle(nnx.Module):
+    """The blocks of one round of the pattern."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.blocks = nnx.List([BLOCKS[kind](config, rngs=rngs) for kind in config.pattern])
+
+
+class LanguageModel(nnx.Module):
+    """Tokens in, logits of the next token out.
+
+    Args:
+      config: the model; see `titans_jax.config.ModelConfig`.
+      rngs: the parameters' random numbers, nnx.Rngs(seed).
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        table = sharding.logical(initializers.normal(INIT_STDDEV), "vocab", "embed")
+        self.embedding = nnx.Embed(
+            config.vocab_size,
+            config.dim,
+            dtype=compute_dtype(config),
+            param_dtype=param_dtype(config),
+            embedding_init=table,
+            rngs=rngs,
+        )
+        # Layers are stacked, so that one compiled body runs them all: every parameter gains a leading "layers" axis.
+        cycles = config.depth // len(config.pattern)
+        make = nnx.transform_metadata(
+            lambda rngs: Cycle(config, rngs=rngs), in_axes=0, out_axes=0, partition="layers"
+        )
+        self.cycles = nnx.vmap(make)(rngs.split(cycles))
+        self.norm = RMSNorm(config, config.dim, rngs=rngs)
+        head = None if config.tie_embeddings else ("embed", "vocab")
+        self.head = head and projection(config, config.dim, config.vocab_size, head, rngs=rngs)
+
+    def __call__(
+        self, tokens: jax.Array, segment_ids: jax.Array | None = None, *, return_diagnostics: bool = False
+    ) -> jax.Array | tuple[jax.Array, dict[str, jax.Array]]:
+        """Logits of every next token, each from the tokens of its document up to its own.
+
+        Args:
+          tokens: int32 [batch, time].
+          segment_ids: int32 [batch, time], one id per packed document, 0 at padding; None is one document a row. Each
+            document must begin at a multiple of `granularity(config)`, or rows need `config.document_slack` further
+            slots for moving it there; a row that does not fit has NaN logits.
+          return_diagnostics: also return what the memories did, {"retention", "momentum", "step_size", "inner_loss",
+            "weight_norm"} (no "momentum" where the rule has none): float32 [memory layers], means over rows, tokens,
+            heads and matrices. Empty for a model without memory.
+
+        Returns:
+          logits float32 [batch, time, vocab_size] (float64 for a float64 model).
+
+        Raises:
+          ValueError: tokens hold no time step.
+        """
+        _check_time(tokens)
+        documents, relay = None, None
+        if segment_ids is not None:
+            length = tokens.shape[1] + self.config.document_slack
+            documents = layout.find_documents(segment_ids)
+            if self.config.document_slack:
+                relay = layout.relay(documents, granularity(self.config), length)
+                tokens = layout.scatter(relay, tokens, length)
+                fits = relay.fits
+                documents = layout.find_documents(layout.scatter(relay, documents.index + 1, length))
+            else:
+                fits = layout.aligned(documents, granularity(self.config))
+        x, reports = self._blocks(self._embed(tokens), None, documents, lambda _, reports: reports)
+        if relay is not None:
+            x = layout.gather(relay, x)
+        if documents is not None:
+            x = jnp.where(fits[:, None, None], x, jnp.nan)
+        logits = self._logits(x)
+        if not return_diagnostics:
+            return logits
+        return logits, _mean_reports(reports, documents)
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
+        """The state before the first token: a pytree of arrays whose size does not grow with what is read.
+
+        Args:
+          batch_size: rows.
+          max_length: tokens to make room for; only "attention" blocks, whose cache is this long, need it.
+
+        Raises:
+          ValueError: the pattern has an "attention" block and max_length is None.
+        """
+
+        def one_cycle(cycle: Cycle) -> tuple:
+            return tuple(block.init_state(batch_size, max_length) for block in cycle.blocks)
+
+        return jax.vmap(one_cycle)(self.cycles)
+
+    def extend(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """Read further tokens: int32 [batch, time] -> logits [batch, time, vocab_size] and the state after them.
+
+        Any split of a sequence into calls gives the logits of one call on all of it, to rounding.
+
+        Raises:
+          ValueError: tokens hold no time step.
+        """
+        _check_time(tokens)
+        x, state = self._blocks(self._embed(tokens), state, None, lambda states, _: states)
+        return self._logits(x), state
+
+    def _embed(self, tokens: jax.Array) -> jax.Array:
+        return sharding.constrain(self.embedding(tokens), sharding.BATCH, None, None)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        head = self.embedding.embedding[...].T if self.head is None else self.head.kernel[...]
+        logits = jnp.matmul(self.norm(x), head.astype(x.dtype), preferred_element_type=param_dtype(self.config))
+        return sharding.constrain(logits, sharding.BATCH, None, "tensor")
+
+    def _blocks(self, x: jax.Array, states: Any, documents: Documents | None, select: Callable) -> tuple[jax.Array, Any]:
+        """Run all blocks. `select(states, reports)`, of the blocks of a cycle, is returned stacked over cycles."""
+
+        def one_cycle(x, cycle_and_states):
+            cycle, states = cycle_and_states
+            after, reports = [], []
+            for number, block in enumerate(cycle.blocks):
+                x, state, report = block(x, None if states is None else states[number], documents)
+                x = sharding.constrain(x, sharding.BATCH, None, None)
+                after.append(state)
+                reports.append(report)
+            return x, select(tuple(after), tuple(reports))
+
+        if self.config.remat != "none":
+            policy = REMAT_POLICIES[self.config.remat]
+            one_cycle = jax.checkpoint(one_cycle, prevent_cse=False, policy=policy)
+        return jax.lax.scan(one_cycle, x, (self.cycles, states))
+
+
+def granularity(config: ModelConfig) -> int:
+    """Packed documents begin at multiples of this: a segment of MAC, a chunk of another memory, else 1."""
+    if "mac" in config.pattern:
+        return config.segment
+    return 1 if MEMORY_BLOCKS.isdisjoint(config.pattern) else config.memory.chunk_size
+
+
+def _check_time(tokens: jax.Array) -> None:
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"tokens has shape {list(tokens.shape)}; use [batch, time] with at least one token of time")
+
+
+def _mean_reports(reports: tuple[dict, ...], documents: Documents | None) -> dict[str, jax.Array]:
+    """Reports of each block of the cycle, leaves [cycles, batch(, time)], to means [memory layers] in order of depth."""
+
+    def mean(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim == 2 or documents is None:
+            return jnp.mean(leaf, axis=tuple(range(1, leaf.ndim)))
+        return jnp.mean(leaf, axis=(1, 2), where=documents.mask[None])
+
+    reports = [jax.tree.map(mean, report) for report in reports if report]
+    return {name: jnp.stack([report[name] for report in reports], axis=1).reshape(-1) for name in (reports or [{}])[0]}

@@ -1,0 +1,36 @@
+"""LMM: the neural memory alone, without attention (Titans 4.3; papers.md 1.10)."""
+
+import jax
+from flax import nnx
+
+from titans_jax.config import ModelConfig
+from titans_jax.layers.documents import Documents
+from titans_jax.layers.feed_forward import FeedForward
+from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
+from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.persistent import PersistentTokens
+
+
+class LMM(nnx.Module):
+    """x += memory([P | norm(x)]); x += feed_forward(norm(x)).
+
+    The memory reads the persistent tokens P first (the paper's ablation implies it, papers.md 1.7); their outputs are
+    dropped.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.persistent = PersistentTokens(config, rngs=rngs)
+        self.memory_norm = RMSNorm(config, config.dim, rngs=rngs)
+        self.memory = NeuralMemory(config, rngs=rngs)
+        self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, state: MemoryLayerState | None = None, documents: Documents | None = None
+    ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
+        y, state, report = self.memory(self.memory_norm(x), state, documents, self.persistent())
+        x = x + y
+        return x + self.feed_forward(self.feed_forward_norm(x)), state, report
+
+    def init_state(self, batch: int, max_length: int | None = None) -> MemoryLayerState:
+        return self.memory.init_state(batch, self.persistent())

@@ -1,0 +1,56 @@
+"""MAG: memory as gate (Titans eq 26-28; papers.md 1.9)."""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from titans_jax.config import ModelConfig
+from titans_jax.layers.attention import Attention, AttentionState
+from titans_jax.layers.documents import Documents
+from titans_jax.layers.feed_forward import FeedForward
+from titans_jax.layers.gated_merge import GatedMerge
+from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
+from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.persistent import PersistentTokens
+
+
+class MAGState(NamedTuple):
+    """States of the two branches."""
+
+    memory: MemoryLayerState
+    attention: AttentionState | None
+
+
+class MAG(nnx.Module):
+    """x += W_o (norm_a(window_attention(x~)) * sigmoid(norm_b(memory(x~)))), x~ = [P | norm(x)]; then feed_forward.
+
+    The paper normalises both branches with learned vectors and names neither the norm nor the non-linearity; here
+    RMSNorm and sigmoid, with attention as the content and memory as the gate. Both branches read the same persistent
+    tokens P; their outputs are dropped.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.persistent = PersistentTokens(config, rngs=rngs)
+        self.norm = RMSNorm(config, config.dim, rngs=rngs)
+        self.attention = Attention(config, config.window, rngs=rngs)
+        self.memory = NeuralMemory(config, rngs=rngs)
+        self.merge = GatedMerge(config, rngs=rngs)
+        self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, state: MAGState | None = None, documents: Documents | None = None
+    ) -> tuple[jax.Array, MAGState, dict[str, jax.Array]]:
+        memory, attention = (None, None) if state is None else state
+        normed = self.norm(x)
+        content, attention = self.attention(normed, attention, documents, self.persistent())
+        gate, memory, report = self.memory(normed, memory, documents, self.persistent())
+        x = x + self.merge(content, gate)
+        return x + self.feed_forward(self.feed_forward_norm(x)), MAGState(memory, attention), report
+
+    def init_state(self, batch: int, max_length: int | None = None) -> MAGState:
+        return MAGState(
+            self.memory.init_state(batch, self.persistent()),
+            self.attention.init_state(batch, max_length, self.persistent()),
+        )

@@ -1,0 +1,55 @@
+"""MAL: memory as a layer, under a sliding-window attention (Titans eq 29-31; papers.md 1.10)."""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from titans_jax.config import ModelConfig
+from titans_jax.layers.attention import Attention, AttentionState
+from titans_jax.layers.documents import Documents
+from titans_jax.layers.feed_forward import FeedForward
+from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
+from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.persistent import PersistentTokens
+
+
+class MALState(NamedTuple):
+    """States of the two layers."""
+
+    memory: MemoryLayerState
+    attention: AttentionState | None
+
+
+class MAL(nnx.Module):
+    """x += memory([P | norm(x)]); x += window_attention([P | norm(x)]); x += feed_forward(norm(x)).
+
+    Each layer has its own norm and residual connection (papers.md 1.10: residuals around everything, interleaved as in
+    Samba, one feed-forward per block). Both read the same persistent tokens P, which for the attention stand in place of the memory's outputs at
+    P; no output at P is computed.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.persistent = PersistentTokens(config, rngs=rngs)
+        self.memory_norm = RMSNorm(config, config.dim, rngs=rngs)
+        self.memory = NeuralMemory(config, rngs=rngs)
+        self.attention_norm = RMSNorm(config, config.dim, rngs=rngs)
+        self.attention = Attention(config, config.window, rngs=rngs)
+        self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+
+    def __call__(
+        self, x: jax.Array, state: MALState | None = None, documents: Documents | None = None
+    ) -> tuple[jax.Array, MALState, dict[str, jax.Array]]:
+        memory, attention = (None, None) if state is None else state
+        y, memory, report = self.memory(self.memory_norm(x), memory, documents, self.persistent())
+        x = x + y
+        y, attention = self.attention(self.attention_norm(x), attention, documents, self.persistent())
+        x = x + y
+        return x + self.feed_forward(self.feed_forward_norm(x)), MALState(memory, attention), report
+
+    def init_state(self, batch: int, max_length: int | None = None) -> MALState:
+        return MALState(
+            self.memory.init_state(batch, self.persistent()),
+            self.attention.init_state(batch, max_length, self.persistent()),
+        )

@@ -1,0 +1,66 @@
+"""Sharding: one mesh, one table of logical axes, and two annotations that do nothing while no mesh is set.
+
+    with sharding.use_mesh(sharding.make_mesh(data=2, fsdp=4)):
+        model = LanguageModel(config.model, rngs=nnx.Rngs(0))        # parameters are born sharded
+
+Parameters name logical axes, which `RULES` maps to mesh axes; activations name mesh axes.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+"""data: copies of the model; fsdp: shards of parameters; tensor: shards of heads and hidden widths."""
+
+BATCH = ("data", "fsdp")
+"""Mesh axes over which the rows of a batch are spread."""
+
+RULES = (("embed", "fsdp"), ("heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("layers", None))
+"""Logical parameter axis -> mesh axis (None: replicated)."""
+
+
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: list | None = None) -> jax.sharding.Mesh:
+    """A mesh with axes data, fsdp and tensor over all devices, or over those given.
+
+    Args:
+      data, fsdp, tensor: devices along each axis; one of them may be -1, "all that are left".
+      devices: the devices to use, default `jax.devices()`.
+
+    Raises:
+      ValueError: the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [data, fsdp, tensor]
+    if -1 in sizes:
+        known = -data * fsdp * tensor
+        sizes[sizes.index(-1)] = len(devices) // max(known, 1)
+    if sizes[0] * sizes[1] * sizes[2] != len(devices):
+        raise ValueError(
+            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not fit {len(devices)} devices; use axes whose "
+            f"product is {len(devices)}, or -1 for one of them"
+        )
+    # Auto, not make_mesh's default Explicit: the compiler places what is not annotated.
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Make `logical` and `constrain` annotate for this mesh inside the `with` block."""
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        yield
+
+
+def logical(init: Callable, *axes: str | None) -> Callable:
+    """`init` whose array carries these logical axes, one name of `RULES` or None per dimension."""
+    return init if jax.sharding.get_abstract_mesh().empty else nnx.with_partitioning(init, axes)
+
+
+def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
+    """`x` held to these mesh axes, one entry per dimension."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))

@@ -1,0 +1,242 @@
+"""The training loop: data, step, metrics, diagnostics, evaluation, checkpoint, stop."""
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+
+from titans_jax import data, sharding
+from titans_jax.config import Config, ConfigError, MeshConfig, to_dict, validate
+from titans_jax.evaluation.perplexity import Batch, evaluate, make_evaluation_step
+from titans_jax.inference import Generator
+from titans_jax.models.language_model import granularity
+from titans_jax.training.checkpoint import Checkpoints, abstract_like, check_same_run
+from titans_jax.training.diagnostics import warnings
+from titans_jax.training.flops import peak_flops_per_second, training_flops_per_token
+from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
+from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from titans_jax.training.report import Report
+from titans_jax.training.run import check_vocabulary, init_model
+from titans_jax.training.step import State, make_train_step
+from titans_jax.training.stop import StopRequest
+
+
+def train(config: Config, run_dir: Path, console: Console | None = None) -> None:
+    """Run an experiment in `run_dir`, or continue the one that is there from its latest checkpoint.
+
+    Returns when the run is finished, or early, with a checkpoint, after SIGTERM. Continuing gives the same numbers, bit
+    for bit, as a run that was never interrupted.
+
+    Raises:
+      ConfigError, data.DataError: nothing has been compiled or written.
+      TrainingStopped: loss or gradients are not finite; the last checkpoint is from before.
+      CheckpointError: a checkpoint could not be written or read; those before it are whole.
+    """
+    console = console or Console()
+    validate(config)
+    tokenizer = data.load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, tokenizer)
+    check_folder(config, run_dir)
+    with use_mesh(config.mesh) as mesh:
+        split = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        align = 1 if config.model.document_slack else granularity(config.model)
+        batches = data.train_batches(config.data, tokenizer, align=align, **split)
+        validation = data.validation_batches(config.data, tokenizer, align=align, **split)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with (
+            contextlib.closing(batches),
+            Checkpoints(run_dir / "checkpoints", kept=config.training.checkpoints_kept, say=console.print) as checkpoints,
+            StopRequest(install=jax.process_count() == 1) as stop,
+        ):
+            Trainer(config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop).run()
+
+
+class Trainer:
+    """One run: its compiled functions, its state on the devices, and what it writes."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        console: Console,
+        mesh: jax.sharding.Mesh | None,
+        tokenizer: data.Tokenizer,
+        batches: data.TrainBatches,
+        validation: data.ValidationBatches,
+        checkpoints: Checkpoints,
+        stop: StopRequest,
+    ):
+        self.config, self.run_dir, self.console, self.mesh = config, run_dir, console, mesh
+        self.tokenizer, self.batches, self.checkpoints, self.stop = tokenizer, batches, checkpoints, stop
+        self.validation = list(itertools.islice(validation, config.training.evaluation_batches))
+        optimizer = make_optimizer(config.optimizer, config.training.steps)
+        graphdef, params = init_model(config.model, config.training.seed)
+        self.state: State = {"params": params, "optimizer": optimizer.init(params)}
+        if mesh:
+            self.state = jax.tree.map(self._on_mesh, self.state)
+        self.train_step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation)
+        self.evaluation_step = make_evaluation_step(graphdef)
+        self.generator = Generator(graphdef, tokenizer)
+        self.step = self._resume()
+
+    def run(self) -> None:
+        """Train to the last step, or until told to stop."""
+        training = self.config.training
+        with MetricsWriter(self.run_dir, after=self.step) as writer, self._make_report(writer) as self.report:
+            self._introduce()
+            if self.step and self._due(training.evaluate_every) and not self._evaluated():
+                self._evaluate()  # the run was stopped while it evaluated this step
+            while self.step < training.steps and not self._stopping():
+                batch = self._to_devices(next(self.batches))
+                self.state, metrics = self.train_step(self.state, batch)
+                self.step += 1
+                self.report.step(self.step, metrics)
+                self.checkpoints.check()
+                if self._due(training.diagnostics_every):
+                    self._diagnose()
+                if self._due(training.evaluate_every):
+                    self._evaluate()
+                if self._due(training.checkpoint_every) or self._stopping():
+                    self._save()
+            self.checkpoints.wait()
+            if self.step < training.steps:
+                self.report.say(f"stopped and saved at step {self.step}; run the same command again to go on")
+            else:
+                self.report.say(f"finished step {self.step}; the run is in {self.run_dir}")
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.training.steps
+
+    def _stopping(self) -> bool:
+        if jax.process_count() > 1:
+            return self.checkpoints.reached_preemption(self.step)
+        return self.stop.requested
+
+    def _save(self) -> None:
+        self.report.flush()  # a step that is not finite must stop the run before anything is written
+        self.checkpoints.save(self.step, self.state, self.batches.get_state(), self.config)
+        self.report.pause()
+
+    def _resume(self) -> int:
+        restored = self.checkpoints.restore(abstract_like(self.state))
+        if restored is None:
+            return 0
+        self.state, run = restored
+        self.batches.set_state(run["data"])
+        self.checkpoints.set_aside(after=run["step"])
+        return run["step"]
+
+    def _evaluated(self) -> bool:
+        return any(line["kind"] == "validation" and line["step"] == self.step for line in read_metrics(self.run_dir))
+
+    def _evaluate(self) -> None:
+        self.report.flush()
+        batches = map(self._to_devices, self.validation)
+        result = evaluate(self.evaluation_step, self.state["params"], batches, self.tokenizer, self._stopping)
+        if result is None:
+            return
+        self.report.record(
+            "validation",
+            self.step,
+            {"loss": result.loss, "bits_per_byte": result.bits_per_byte, "perplexity": result.perplexity},
+        )
+        self.report.say(f"step {self.step}  validation loss {result.loss:.4f}  {result.bits_per_byte:.3f} bits/byte")
+        self._write_sample(result.bits_per_byte)
+        if jax.process_index() == 0:
+            plot_losses(self.run_dir)
+        self.report.pause()
+
+    def _write_sample(self, bits_per_byte: float) -> None:
+        training = self.config.training
+        if not training.sample_tokens:
+            return
+        pieces = self.generator.stream(
+            self.state["params"], training.sample_prompt, training.sample_tokens, training.seed
+        )
+        text = training.sample_prompt + "".join(itertools.takewhile(lambda _: not self._stopping(), pieces))
+        if jax.process_index() == 0:
+            head = f"# step {self.step}, validation {bits_per_byte:.3f} bits per byte\n"
+            (self.run_dir / "sample.txt").write_text(head + text + "\n", encoding="utf-8")
+
+    def _diagnose(self) -> None:
+        self.report.flush()
+        *_, arrays = self.evaluation_step(self.state["params"], self._to_devices(self.validation[0]))
+        diagnostics = {name: np.asarray(value) for name, value in arrays.items()}
+        if diagnostics:
+            self.report.record("memory", self.step, {name: value.tolist() for name, value in diagnostics.items()})
+            for warning in warnings(diagnostics, self.config.model):
+                self.report.say(f"warning at step {self.step}: {warning}")
+        self.report.pause()
+
+    def _make_report(self, writer: MetricsWriter) -> Report:
+        training = self.config.training
+        return Report(
+            self.console,
+            writer,
+            steps=training.steps,
+            start=self.step,
+            log_every=training.log_every,
+            learning_rate=learning_rate_schedule(self.config.optimizer, training.steps),
+            bytes_per_token=self.batches.statistics.bytes_per_token,
+            flops_per_token=training_flops_per_token(self.config.model, self.config.data.sequence_length),
+            peak_flops=peak_flops_per_second(),
+        )
+
+    def _introduce(self) -> None:
+        (self.run_dir / "config.json").write_text(json.dumps(to_dict(self.config), indent=2) + "\n")
+        params = sum(x.size for x in jax.tree.leaves(self.state["params"]))
+        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        self.report.say(f"{self.run_dir}: {params:,} parameters on {devices}")
+        self.report.say(f"training text: {self.batches.statistics}")
+        if self.step:
+            self.report.say(f"going on from the checkpoint of step {self.step}")
+
+    def _to_devices(self, batch: Batch) -> Batch:
+        if self.mesh is None:
+            return batch
+        place = NamedSharding(self.mesh, PartitionSpec(sharding.BATCH))
+        return {name: jax.make_array_from_process_local_data(place, rows) for name, rows in batch.items()}
+
+    def _on_mesh(self, array: jax.Array) -> jax.Array:
+        """What has no place on the mesh yet (counters) goes to every device."""
+        if len(array.sharding.device_set) == self.mesh.size:
+            return array
+        return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec()))
+
+
+@contextlib.contextmanager
+def use_mesh(config: MeshConfig) -> Iterator[jax.sharding.Mesh | None]:
+    """The mesh over all devices, set; None, and nothing set, on a single device.
+
+    Raises:
+      ConfigError: the axes do not multiply to the number of devices.
+    """
+    try:
+        mesh = sharding.make_mesh(config.data, config.fsdp, config.tensor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if mesh.size == 1:
+        yield None
+    else:
+        with sharding.use_mesh(mesh):
+            yield mesh
+
+
+def check_folder(config: Config, run_dir: Path) -> None:
+    """Refuse a run folder whose checkpoints are of another model or other data.
+
+    Raises:
+      ConfigError: names the field that differs.
+    """
+    folder = run_dir / "checkpoints"
+    if folder.is_dir():
+        with Checkpoints(folder) as checkpoints:
+            saved = checkpoints.config()
+        if saved is not None:
+            check_same_run(saved, config, run_dir)

@@ -1,0 +1,80 @@
+"""What a run writes about itself: metrics.jsonl, TensorBoard events and the picture loss.png."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+
+class MetricsWriter:
+    """Appends lines to `run_dir`/metrics.jsonl and scalars to its TensorBoard events.
+
+    A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}. Lines later
+    than step `after` are dropped first: a resumed run writes them again, with the same numbers.
+    """
+
+    def __init__(self, run_dir: Path, after: int):
+        self._path = run_dir / "metrics.jsonl"
+        lines = [json.dumps(line) + "\n" for line in read_metrics(run_dir) if line["step"] <= after]
+        rewritten = self._path.with_suffix(".tmp")  # replaced in one move: a full disk must not empty the file
+        rewritten.write_text("".join(lines))
+        rewritten.replace(self._path)
+        self._file = self._path.open("a", buffering=1)
+        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after + 1)
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One line, and one scalar per number; a list's numbers become name/0, name/1, ..."""
+        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        for name, value in values.items():
+            if isinstance(value, list):
+                self._events.add_scalars(f"{kind}/{name}", {str(i): v for i, v in enumerate(value)}, step)
+            else:
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+        self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a last line that was cut off by a crash is left out."""
+    path = run_dir / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def plot_losses(run_dir: Path) -> None:
+    """Draw `run_dir`/loss.png: training and validation loss in bits per byte over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = list(read_metrics(run_dir))
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for kind, style in (("train", {"color": "tab:blue", "linewidth": 1}), ("validation", {"color": "tab:red"})):
+        points = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == kind]
+        if points:
+            marker = {"marker": "o", "markersize": 4} if kind == "validation" or len(points) == 1 else {}
+            axes.plot(*zip(*points, strict=True), label=kind, **style, **marker)
+    values = sorted(line["bits_per_byte"] for line in lines if "bits_per_byte" in line)
+    if values and values[-1] > 2 * values[len(values) // 2]:
+        axes.set_yscale("log")  # the first steps would flatten everything after them
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set(xlabel="step", ylabel="loss (bits per byte)", title=run_dir.name)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(run_dir / "loss.png", dpi=120)

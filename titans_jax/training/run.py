@@ -1,0 +1,86 @@
+"""A trained model, brought back from its run folder.
+
+A run folder holds `checkpoints/` (each with the configuration it was trained with), `config.json` (the same, for
+people), `metrics.jsonl`, `tensorboard/`, `loss.png` and `sample.txt`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from titans_jax import data
+from titans_jax.config import Config, ConfigError, ModelConfig
+from titans_jax.models import LanguageModel
+from titans_jax.training.checkpoint import CheckpointError, Checkpoints, abstract_like
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model with everything needed to use it."""
+
+    config: Config
+    tokenizer: data.Tokenizer
+    graphdef: nnx.GraphDef
+    params: dict[str, Any]
+    step: int
+
+    @property
+    def model(self) -> LanguageModel:
+        """The model itself."""
+        return nnx.merge(self.graphdef, self.params)
+
+
+def load_run(run_dir: Path, say: Callable[[str], None] = print) -> Run:
+    """The latest model of a run folder that can be read; `say` is told about checkpoints that cannot.
+
+    Raises:
+      CheckpointError: the folder holds no checkpoint, or none that can be read.
+    """
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(f"{run_dir} is not a run folder: it has no checkpoints; give the folder that training named")
+    with Checkpoints(folder, say=say) as checkpoints:
+        config = checkpoints.config()
+        if config is None:
+            raise CheckpointError(f"{folder} holds no checkpoint that can be read; train the run again")
+        graphdef, params = abstract_model(config.model)
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)
+        state, run = checkpoints.restore({"params": params})
+    return Run(config, data.load_tokenizer(config.data.tokenizer), graphdef, state["params"], run["step"])
+
+
+def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """Structure of a model, and the shapes and dtypes of its parameters; computes nothing."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def init_model(config: ModelConfig, seed: int) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """Structure of a model, and its initial parameters as nested dictionaries."""
+    graphdef, _ = abstract_model(config)
+    # Compiled as one program: faster than hundreds of small ones, and sharded parameters are never whole anywhere.
+    return graphdef, jax.jit(lambda: nnx.to_pure_dict(nnx.state(LanguageModel(config, rngs=nnx.Rngs(seed)))))()
+
+
+def check_vocabulary(config: Config, tokenizer: data.Tokenizer) -> None:
+    """Refuse a model with fewer tokens than its tokenizer.
+
+    Raises:
+      ConfigError: names both sizes.
+    """
+    if config.model.vocab_size < tokenizer.vocab_size:
+        works = -(-tokenizer.vocab_size // 64) * 64
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
+            f"{tokenizer.vocab_size} tokens; use model.vocab_size {works}"
+        )
+
+
+def count_params(config: ModelConfig) -> int:
+    """Trained parameters of a model; computes nothing."""
+    return sum(x.size for x in jax.tree.leaves(abstract_model(config)[1]))

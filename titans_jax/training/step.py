@@ -1,0 +1,65 @@
+"""One training step, as a pure function of arrays.
+
+state is {"params", "optimizer"}: nested dictionaries of the model's parameters, and the optax state.
+batch is {"tokens", "targets", "segment_ids"}, int32 [rows, time]; a target of -1 is not predicted, segment 0 is padding.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from titans_jax.evaluation.perplexity import Batch, loss_sum
+
+State = dict[str, Any]
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, accumulation: int
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """The compiled step: (state, batch) -> (state, {"loss", "grad_norm", "tokens"}), the metrics float32 scalars.
+
+    The loss is the mean cross entropy in nats over predicted targets. The batch is cut into `accumulation`
+    microbatches whose losses are summed and divided once, so padding weighs the same however the batch is cut. A
+    step whose loss or gradient norm is not finite changes neither parameters nor optimizer state. `state` is donated.
+    """
+    return jax.jit(
+        functools.partial(_train_step, graphdef=graphdef, optimizer=optimizer, accumulation=accumulation),
+        donate_argnums=0,
+    )
+
+
+def _train_step(
+    state: State,
+    batch: Batch,
+    *,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    accumulation: int,
+) -> tuple[State, dict[str, jax.Array]]:
+    params = state["params"]
+    grad_fn = jax.value_and_grad(functools.partial(loss_sum, graphdef), has_aux=True)
+
+    def microbatch(carry, batch):
+        (loss, tokens), grads = grad_fn(params, batch)
+        return jax.tree.map(jnp.add, carry, (loss, tokens, grads)), None
+
+    # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own rows when the batch is sharded.
+    batch = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
+    (loss, tokens), grads = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], batch))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (loss, tokens, grads))
+    (loss, tokens, grads), _ = jax.lax.scan(microbatch, zeros, batch)
+    predicted = jnp.maximum(tokens, 1.0)  # a batch of padding only has loss 0 and gradient 0
+    loss, grads = loss / predicted, jax.tree.map(lambda g: g / predicted, grads)
+
+    grad_norm = optax.tree.norm(grads)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts
+        updates, optimizer_state = optimizer.update(grads, state["optimizer"], params)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    new = {"params": optax.apply_updates(params, updates), "optimizer": optimizer_state}
+    state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+    return state, {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
