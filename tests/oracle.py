@@ -13,7 +13,7 @@ LAYER_NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Rule:
-    """architecture "linear" | "mlp" | "residual_mlp" | "gated_mlp"; bias "l2" | "dot_product"; depth = number of matrices."""
+    """architecture "mlp" | "residual_mlp" | "gated_mlp", as deep as its weights; bias "l2" | "dot_product"."""
 
     architecture: str
     bias: str
@@ -112,14 +112,20 @@ def memorize(
 ):
     """Reads [time, head_dim], the last state, losses [time] and cotangent norms [time] at the anchor.
 
-    forget (alpha), momentum (eta) and step_size (theta): [time] or [time, matrices]. A masked token leaves weights and
-    momentum as they are and still takes a place in its chunk; a reset puts `initial` (default: the start) before its token.
+    forget (alpha), momentum (eta) and step_size (theta): [time] or [time, matrices]. Where the mask is False,
+    padding only reads: it changes nothing of the state, takes no place in a chunk and has surprise 0. A reset replaces
+    the state before its token by `initial` (default: the start).
     """
     norm_scale = params.get("norm_scale")
     reads, losses, norms = [], [], []
     for token in range(len(keys)):
         if resets is not None and resets[token]:
             state = start(params) if initial is None else initial
+        if mask is not None and not mask[token]:
+            reads.append(read(rule, state.weights, norm_scale, queries[token]))
+            losses.append(0.0)
+            norms.append(0.0)
+            continue
         anchor = state.weights if state.position == 0 else state.anchor
         loss, cotangent, gradients = inner_gradient(rule, anchor, norm_scale, keys[token], values[token])
         new_weights, new_momentum = [], []
@@ -127,10 +133,6 @@ def memorize(
             alpha, eta, theta = (
                 gate[token] if np.ndim(gate) == 1 else gate[token, matrix] for gate in (forget, momentum, step_size)
             )
-            if mask is not None and not mask[token]:
-                new_weights.append(state.weights[matrix])
-                new_momentum.append(state.momentum[matrix])
-                continue
             past = eta * state.momentum[matrix] if rule.has_momentum else 0.0
             new_momentum.append(past - theta * gradient)
             new_weights.append((1 - alpha) * state.weights[matrix] + new_momentum[-1])

@@ -5,19 +5,17 @@ one sentence and exit code 2, a run that cannot go on in one sentence and exit c
 """
 
 import contextlib
-import dataclasses
 import importlib
-import io
 import json
 import logging
 import os
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titans_jax.config import Config, ConfigError, describe, leaves, unknown_field, validate
+from titans_jax.arguments import parse
+from titans_jax.config import Config, ConfigError, validate
 
 USAGE = """usage: titans COMMAND ...
 
@@ -186,7 +184,7 @@ def bench(arguments: list[str]) -> None:
     """titans bench memory | train [...]"""
     name, *rest = arguments or [""]
     if name not in ("memory", "train"):
-        raise ConfigError(f"there is no benchmark {name or 'without a name'}; use titans bench memory or titans bench train")
+        raise ConfigError(f"there is no benchmark {name!r}; use titans bench memory or titans bench train")
     importlib.import_module(f"titans_jax.bench.{name}").main(rest)
 
 
@@ -209,51 +207,6 @@ def configuration(program: str, arguments: list[str]) -> tuple[Config, str]:
     config = parse(f"{program} {arguments[0]}", Config, arguments[1:], load_config(file))
     validate(config)
     return config, file.stem
-
-
-def parse(program: str, kind: type, arguments: list[str], default: Any) -> Any:
-    """`default` with the fields that --field value arguments set, typed by the dataclass `kind`.
-
-    Raises:
-      ConfigError: an unknown field, or a value of a wrong type.
-    """
-    import tyro
-
-    options = {"prog": program, "use_underscores": True, "config": (tyro.conf.FlagConversionOff,)}
-    if "--help" in arguments or "-h" in arguments:
-        tyro.cli(kind, args=["--help"], default=default, **options)
-    fields = leaves(default)
-    groups: list[list[str]] = []
-    for argument in arguments:
-        if argument.startswith("--"):
-            name, equals, value = argument[2:].partition("=")
-            name = name.replace("-", "_")
-            if name not in fields:
-                raise unknown_field(name, fields)
-            groups.append([f"--{name}", *([value] if equals else [])])
-        elif groups:
-            groups[-1].append(argument)
-        else:
-            raise ConfigError(f"{argument} has no field in front; write --field {argument}")
-    for group in groups:
-        if len(group) == 1 and isinstance(fields[group[0][2:]], bool):
-            group.append("True")
-    for group in groups:  # one by one, so that a refusal can be told in our words and name the field
-        try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                default = tyro.cli(kind, args=group, default=default, **options)
-        except SystemExit:
-            name, value = group[0][2:], " ".join(group[1:])
-            said = f"is {value!r}" if value else "has no value"
-            raise ConfigError(f"{name} {said}; use {describe(_type_of(kind, name))}") from None
-    return default
-
-
-def _type_of(kind: type, name: str) -> Any:
-    """Type of a field by its dotted name."""
-    for part in name.split("."):
-        kind = typing.get_type_hints(kind)[part]
-    return kind
 
 
 def _run_and_options(program: str, kind: type, arguments: list[str]) -> tuple[Path, Any]:

@@ -196,13 +196,11 @@ def has_memory(model: ModelConfig) -> bool:
     return not MEMORY_BLOCKS.isdisjoint(model.pattern)
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> Any:
     """The configuration as JSON-able dictionaries, lists and scalars."""
-    return {
-        f.name: to_dict(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
-        for f in dataclasses.fields(config)
-        for value in [getattr(config, f.name)]
-    }
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return list(config) if isinstance(config, tuple) else config
 
 
 def from_dict(values: dict[str, Any], kind: type = Config, prefix: str = "") -> Any:
@@ -333,7 +331,8 @@ def _validate_model(model: ModelConfig) -> None:
         raise ConfigError(f"model.depth is {model.depth}; use a multiple of {length}, the length of model.pattern")
     width = model.num_heads * model.head_dim
     if width != model.dim:
-        works = f"model.dim {width}" if model.dim % model.num_heads else f"model.head_dim {model.dim // model.num_heads}"
+        head_dim, rest = divmod(model.dim, model.num_heads)
+        works = f"model.dim {width}" if rest else f"model.head_dim {head_dim}"
         raise ConfigError(
             f"model.head_dim {model.head_dim} x model.num_heads {model.num_heads} is {width}, "
             f"not model.dim {model.dim}; use {works}"
@@ -356,9 +355,4 @@ def _validate_data(config: Config) -> None:
     if data.batch_size % accumulation:
         raise ConfigError(
             f"data.batch_size is {data.batch_size}; use a multiple of training.gradient_accumulation {accumulation}"
-        )
-    if config.optimizer.warmup_steps >= config.training.steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}; use less than training.steps "
-            f"{config.training.steps}"
         )

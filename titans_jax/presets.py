@@ -18,13 +18,13 @@ class Size:
     learning_rate: float
     tokens: float
     microbatches: int
-    """Microbatches of the 128 rows of a step: 1 or 2 rows at a time on each of the chips that the files in configs/ name."""
+    """Parts of the 128 rows of a step: 1 or 2 rows at a time on each of the chips that the files in configs/ name."""
 
 
 SIZES = {
     "170m": Size(12, 768, 16, 3e-3, 15e9, 8),
     "340m": Size(24, 1024, 16, 1.5e-3, 15e9, 8),
-    # The paper has results for 400M but no row: the depth, head width and learning rate of its neighbour, one step wider.
+    # The paper has results for 400M but no row: depth, head width and learning rate of its neighbour, one step wider.
     "400m": Size(24, 1152, 18, 1.5e-3, 15e9, 8),
     "760m": Size(24, 1536, 16, 1.25e-3, 30e9, 8),
     "1b": Size(18, 2048, 8, 7e-4, 100e9, 4),
@@ -38,10 +38,10 @@ WARMUP_TOKENS = 1e9
 def paper(model: str, size: str) -> Config:
     """The paper's experiment with this model and size, on a folder of JSONL text given by --data.path.
 
-    Chunk 16, segment 512, window 2048, 128 persistent tokens; AdamW with weight decay 0.1, clipped at 1.0, cosine after
-    a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given by --data.tokenizer.
-    Not in the paper: the width of SwiGLU (8/3 of the model's), the final learning rate (a tenth of the peak), how often to
-    evaluate and save. Parameters are sharded over all devices.
+    Chunk 16, segment 512, window 2048, 128 persistent tokens; AdamW with weight decay 0.1, clipped at 1.0, cosine
+    after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given by
+    --data.tokenizer. Not in the paper: the width of SwiGLU (8/3 of the model's), the final learning rate (a tenth of
+    the peak), how often to evaluate and save. Parameters are sharded over all devices.
     """
     row = SIZES[size]
     steps = round(row.tokens / (ROWS * LENGTH))

@@ -46,8 +46,13 @@ def test_equals_dense_attention(time, window, block, num_prefix):
     with jax.enable_x64(True):
         q, k, v = (rows(i, BATCH, time, HEADS, HEAD_DIM) for i in range(3))
         prefix = [rows(3 + i, num_prefix, HEADS, HEAD_DIM) for i in range(2)]
-        y = causal_attention(*map(jnp.array, (q,)), KeyValues(jnp.array(k), jnp.array(v)),
-                             KeyValues(*map(jnp.array, prefix)), window, block=block)
+        y = causal_attention(
+            *map(jnp.array, (q,)),
+            KeyValues(jnp.array(k), jnp.array(v)),
+            KeyValues(*map(jnp.array, prefix)),
+            window,
+            block=block,
+        )
         np.testing.assert_allclose(y, dense(q, k, v, *prefix, dense_mask(time, window)), atol=1e-12)
 
 
@@ -68,8 +73,14 @@ def test_documents_are_separate(window):
         documents = find_documents(jnp.array(ids, jnp.int32))
         q, k, v = (rows(i, BATCH, 13, HEADS, HEAD_DIM) for i in range(3))
         prefix = [rows(3 + i, 2, HEADS, HEAD_DIM) for i in range(2)]
-        y = causal_attention(jnp.array(q), KeyValues(jnp.array(k), jnp.array(v)), KeyValues(*map(jnp.array, prefix)),
-                             window, documents=documents.index, block=4)
+        y = causal_attention(
+            jnp.array(q),
+            KeyValues(jnp.array(k), jnp.array(v)),
+            KeyValues(*map(jnp.array, prefix)),
+            window,
+            documents=documents.index,
+            block=4,
+        )
         expected = dense(q, k, v, *prefix, dense_mask(13, window, ids))
         np.testing.assert_allclose(np.array(y)[ids > 0], expected[ids > 0], atol=1e-12)
 
@@ -80,8 +91,14 @@ def test_history_comes_before_the_queries():
         q, k, v = (rows(i, BATCH, 13, HEADS, HEAD_DIM) for i in range(3))
         none = np.zeros((0, HEADS, HEAD_DIM))
         for seen, window in [(4, 5), (2, 5), (4, 3), (0, None), (4, None)]:
-            y = causal_attention(jnp.array(q[:, 4:]), KeyValues(jnp.array(k), jnp.array(v)),
-                                 KeyValues(jnp.array(none), jnp.array(none)), window, history_seen=seen, block=4)
+            y = causal_attention(
+                jnp.array(q[:, 4:]),
+                KeyValues(jnp.array(k), jnp.array(v)),
+                KeyValues(jnp.array(none), jnp.array(none)),
+                window,
+                history_seen=seen,
+                block=4,
+            )
             visible = dense_mask(13, window) & (np.arange(13) >= 4 - seen)
             np.testing.assert_allclose(y, dense(q[:, 4:], k, v, none, none, visible[:, 4:]), atol=1e-12)
 
@@ -130,8 +147,12 @@ def test_layer_equals_dense_layer():
 
         time = np.arange(9)
         y = dense(
-            turned(layer.query, x, time), turned(layer.key, x, time), turned(layer.value, x, None),
-            turned(layer.key, persistent, None), turned(layer.value, persistent, None), dense_mask(9, 4),
+            turned(layer.query, x, time),
+            turned(layer.key, x, time),
+            turned(layer.value, x, None),
+            turned(layer.key, persistent, None),
+            turned(layer.value, persistent, None),
+            dense_mask(9, 4),
         )
         expected = y.reshape(BATCH, 9, 8) @ np.array(layer.output.kernel[...])
         np.testing.assert_allclose(layer(jnp.array(x), persistent=jnp.array(persistent))[0], expected, atol=1e-12)

@@ -8,11 +8,9 @@ import numpy as np
 import oracle
 import pytest
 import rules
-from rules import EVERY_CASE, FORMS, HEAD_DIM, LINEAR, TITANS, Case
+from rules import EVERY_CASE, FORMS, HEAD_DIM, LINEAR, ONLINE, TIME, TITANS, Case
 
 from titans_jax import memory
-
-TIME = 11
 
 
 def linear_reads(case, form, forget, momentum, step_size, seed=3):
@@ -31,9 +29,6 @@ def delta_reads(row, weight, decay, beta, decay_first):
         weight = decayed + b * np.outer(key, value - key @ (decayed if decay_first else weight))
         reads.append(query @ weight)
     return np.array(reads)
-
-
-ONLINE = Case("linear", chunk_size=1)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -65,7 +60,7 @@ def test_dot_product_bias_is_linear_attention(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_chunk_constant_gates_are_a_convolution(form):
-    """Constant alpha, eta, theta: S_t = -theta sum_j eta^(t-j) u_j, M_t = a^t M_0 + sum_i a^(t-i) S_i (papers 1.6.8)."""
+    """Constant gates: S_t = -theta sum_j eta^(t-j) u_j, M_t = a^t M_0 + sum_i a^(t-i) S_i (papers 1.6.8)."""
     a, eta, theta = 0.8, 0.6, 0.1
     reads, row, weight = linear_reads(Case("linear", bias="dot_product"), form, 1 - a, eta, theta)
     expected = []
@@ -104,7 +99,7 @@ def test_presets_are_their_rules():
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_start(case):
-    """Shapes [in, out] in the order of application, a norm scale of ones only where there is a norm, an empty momentum."""
+    """Shapes [in, out] in the order of application, a norm scale of ones where there is a norm, zero momentum."""
     params = memory.init_params(case.rule, jax.random.key(0), HEAD_DIM)
     assert tuple(matrix.shape for matrix in params["weights"]) == case.shapes
     assert all(matrix.dtype == jnp.float32 and np.abs(matrix).min() > 0 for matrix in params["weights"])
@@ -164,8 +159,8 @@ def test_gradient_descent_ignores_the_momentum_gate(form):
 def call(case=TITANS, form="chunked", time=TIME, **changes):
     """A good float32 call of zeros with some of its arrays replaced."""
     arrays = {name: jnp.zeros((time, HEAD_DIM)) for name in ("queries", "keys", "values")}
-    arrays |= {"log_retention": jnp.zeros(time), "log_momentum": jnp.zeros(time), "step_size": jnp.zeros(time), "mask": None}
-    arrays |= {"resets": None} | changes
+    arrays |= {name: jnp.zeros(time) for name in ("log_retention", "log_momentum", "step_size")}
+    arrays |= {"mask": None, "resets": None} | changes
     params = memory.init_params(case.rule, jax.random.key(0), HEAD_DIM)
     gates = memory.Gates(*(arrays[name] for name in ("log_retention", "log_momentum", "step_size", "mask")))
     tokens = (arrays[name] for name in ("queries", "keys", "values"))

@@ -41,8 +41,8 @@ def test_inner_gradient_is_the_derivative_of_the_inner_loss(name, bias):
     output = oracle.read(rule, weights, norm_scale, key)
     for index in range(4):
         moved = np.eye(4)[index] * step
-        difference = oracle.inner_loss(rule, output + moved, value)[0] - oracle.inner_loss(rule, output - moved, value)[0]
-        assert cotangent[index] == pytest.approx(difference / (2 * step), abs=1e-8)
+        after, before = (oracle.inner_loss(rule, output + sign * moved, value)[0] for sign in (1, -1))
+        assert cotangent[index] == pytest.approx((after - before) / (2 * step), abs=1e-8)
 
 
 def test_layer_norm_and_activations_have_their_known_values():
@@ -72,7 +72,8 @@ def scalars(chunk_size, **options):
 
 def test_two_tokens_by_hand():
     # Token 1: u = 1 (2 - 5) = -3, S = 0.3, W = 1 + 0.3 = 1.3.  Token 2 at W = 1.3: u = 2 (2.6 - 3) = -0.8,
-    # S = 0.075 + 0.08 = 0.155, W = 0.65 + 0.155 = 0.805.  At the chunk's anchor W = 2: u = 2 (4 - 3) = 2, S = -0.125, W = 0.525.
+    # S = 0.075 + 0.08 = 0.155, W = 0.65 + 0.155 = 0.805.
+    # In one chunk, token 2 at the anchor W = 2: u = 2 (4 - 3) = 2, S = 0.075 - 0.2 = -0.125, W = 0.65 - 0.125 = 0.525.
     reads, state, loss, norm = scalars(1)
     np.testing.assert_allclose(reads[:, 0], [1.3, 0.805])
     np.testing.assert_allclose(state.momentum[0], [[0.155]])

@@ -166,8 +166,15 @@ class Model:
         reads, after = np.zeros_like(q), []
         for head, state in enumerate(states):
             reads[:, head], state, _, _ = oracle.memorize(
-                self.rule(), self.slow(p, head), state, q[:, head], k[:, head], v[:, head],
-                forget[:, head], momentum[:, head], step_size[:, head],
+                self.rule(),
+                self.slow(p, head),
+                state,
+                q[:, head],
+                k[:, head],
+                v[:, head],
+                forget[:, head],
+                momentum[:, head],
+                step_size[:, head],
             )
             after.append(state)
         return reads, after

@@ -151,7 +151,7 @@ def test_no_readable_checkpoint(tmp_path):
     "change, message",
     [
         ({"model": dataclasses.replace(MODEL, hidden_dim=48)}, r"model.hidden_dim is 48, but .* trained with None"),
-        ({"data": dataclasses.replace(tiny_config().data, seed=1)}, r"data.seed is 1, but .* trained with 0; use 0, or"),
+        ({"data": dataclasses.replace(tiny_config().data, seed=1)}, r"data.seed is 1, but .* trained with 0; use 0,"),
     ],
 )
 def test_checkpoint_of_another_run_is_refused(uninterrupted, change, message):
@@ -178,7 +178,7 @@ def test_divergence_stops_and_keeps_the_last_checkpoint(tmp_path):
     config = tiny_config(steps=12, checkpoint_every=1)
     # A step this large makes weights whose products overflow: the next loss is not finite.
     config = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0))
-    with pytest.raises(TrainingStopped, match=r"the loss of step 2 is nan, so the step was not applied .*; try a smaller"):
+    with pytest.raises(TrainingStopped, match="the loss of step 2 is nan, so the step was not applied .*; try a"):
         run(config, tmp_path / "run")
     assert load_run(tmp_path / "run").step == 1
     assert all(np.isfinite(x).all() for x in params(tmp_path / "run"))
@@ -226,9 +226,10 @@ def test_full_disk_ends_in_a_sentence_and_loses_nothing(tmp_path):
     limited = [
         "sh", "-c", 'ulimit -f 32 && exec "$@"', "sh", *command(tmp_path / "run", "--training.evaluate_every", "1000")
     ]  # fmt: skip
-    done = subprocess.run(limited, env=environment() | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True)
+    own_cache = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(limited, env=own_cache, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "titans: the checkpoint of step 8 could not be written" in done.stderr
-    assert "the checkpoint of step 4 is whole; free some space and run the same command again" in done.stderr
-    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("titans: the checkpoint of step 8 could not be written") and "(File too large)" in last
+    assert "the checkpoint of step 4 is whole; free some space and run the same command again" in last
     assert "going on from the checkpoint of step 4" in run(tiny_config(), tmp_path / "run")

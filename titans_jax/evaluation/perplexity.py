@@ -89,7 +89,7 @@ def evaluate_run(run: Any, batches: int | None = None) -> Evaluation:
 def make_evaluation_step(graphdef: nnx.GraphDef) -> EvaluationStep:
     """Compiled (params, batch) -> (summed nats, predicted targets, diagnostics).
 
-    The diagnostics are those of `LanguageModel.__call__`, float32 [memory layers] each; a model without memory has none.
+    The diagnostics are those of `LanguageModel.__call__`, float32 [memory layers] each; none without a memory.
     """
     return jax.jit(functools.partial(_evaluation_step, graphdef))
 

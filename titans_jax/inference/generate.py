@@ -4,12 +4,10 @@ The state is explicit: `model.init_state(...)` makes it, both functions take it 
 not depend on how much has been read, so one compiled step serves any context length.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -80,7 +78,7 @@ class Generator:
 
 
 def split_prompt(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """`ids` [tokens] cut into pieces of the lengths in `PIECES`, the largest first, and a rest of at least one token."""
+    """`ids` [tokens] cut into pieces of the lengths in `PIECES`, the largest first; the rest has at least one token."""
     start = 0
     for size in PIECES:
         while len(ids) - start > size:

@@ -22,7 +22,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
 
 def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
     """One chunk: ((weights, momentum, anchor), reads, surprise) from its start state."""
-    queries, keys, values, gates, resets = inputs
+    queries, keys, values, gates, resets, _ = inputs
     if resets is not None:
         start = engine.select_state(resets[0], initial, start)
 

@@ -77,19 +77,21 @@ def to_blocks(block_size: int, x: jax.Array) -> jax.Array:
     return x.reshape(-1, block_size, *x.shape[1:])
 
 
-def memorize_blocks(block, block_size: int, rule, params, state, queries, keys, values, gates, resets, initial):
+def memorize_blocks(
+    block, block_size: int, rule, params, state, queries, keys, values, gates, resets, initial, prepare=None
+):
     """Scan `block` over the grid: (reads [time, head_dim], state, surprise [time]).
 
     block(rule, params, start, initial, inputs) -> ((weights, momentum, open chunk's start), reads, surprise) for one
-    block's inputs (queries, keys, values, gates, resets).
+    block's inputs (queries, keys, values, gates, resets, prepared). prepare(gates, resets), leaves [blocks, ...], gives
+    what can be computed for many blocks at once because it does not depend on the state.
     """
     layout = lay_out(rule.chunk_size, block_size, state, queries, keys, values, gates, resets)
-    blocks = layout.inputs[0].shape[0]
     closed = isinstance(state.position, int) and state.position == 0
 
     def step(carry, inputs):
         weights, momentum, opened = carry
-        index, inputs = inputs
+        index, *inputs = inputs
         # Chunks begin where the last one ended; only a state that arrives inside a chunk brings an anchor of its own.
         anchor = weights if closed else jax.tree.map(functools.partial(jnp.where, index == 0), state.anchor, weights)
         start = MemoryState(weights, momentum, anchor, 0)
@@ -100,31 +102,31 @@ def memorize_blocks(block, block_size: int, rule, params, state, queries, keys, 
             surprise = jax.tree.map(lambda x: jnp.where(mask, x, 0), surprise)
         return (weights, momentum, opened), (reads, surprise)
 
-    opened = None if layout.last is None else state.anchor
-    carry = (state.weights, state.momentum, opened)
-    carry, (reads, surprise) = scan_blocks(step, carry, (jnp.arange(blocks, dtype=jnp.int32), layout.inputs), blocks)
+    def group(carry, inputs):
+        prepared = prepare and prepare(*inputs[4:])
+        return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, (*inputs, prepared))
+
+    carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)
+    carry, (reads, surprise) = scan_groups(group, carry, layout.inputs)
     surprise = jax.tree.map(layout.unplace, surprise)
     return layout.reads(reads), final_state(rule.chunk_size, layout, state, *carry), surprise
 
 
-def scan_blocks(step, carry, inputs, blocks: int):
-    """`jax.lax.scan` of step over blocks, rematerialised in groups: (carry, outputs [blocks, ...])."""
-    step = jax.checkpoint(step, prevent_cse=False)
+def scan_groups(group, carry, inputs):
+    """Scan `group` over groups of up to GROUP blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
+    blocks = inputs[0].shape[0]
+    inputs = (jnp.arange(blocks, dtype=jnp.int32), *inputs)
+    group = jax.checkpoint(group, prevent_cse=False)
     whole = blocks - blocks % GROUP
-    if whole <= GROUP:
-        return jax.lax.scan(step, carry, inputs)
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)
-    def group(carry, inputs):
-        return jax.lax.scan(step, carry, inputs)
-
-    head = jax.tree.map(lambda x: x[:whole].reshape(-1, GROUP, *x.shape[1:]), inputs)
-    carry, outputs = jax.lax.scan(group, carry, head)
-    outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
-    if whole == blocks:
-        return carry, outputs
-    carry, rest = jax.lax.scan(step, carry, jax.tree.map(lambda x: x[whole:], inputs))
-    return carry, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, rest)
+    parts = []
+    if whole:
+        grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, GROUP, *x.shape[1:]), inputs)
+        carry, outputs = jax.lax.scan(group, carry, grouped)
+        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs))
+    if whole < blocks:
+        carry, outputs = group(carry, jax.tree.map(lambda x: x[whole:], inputs))
+        parts.append(outputs)
+    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
 def final_state(chunk_size: int, grid: Grid, state: MemoryState, weights, momentum, anchor) -> MemoryState:

@@ -3,8 +3,8 @@
 For M(x) = x W and a bias whose cotangent is s * read - value, the errors e_t of a block satisfy a unit lower-triangular
 system (design 3.2). With a(t) the tokens of the block before token t's chunk, and rows of `coefficients` at a:
 
-    e_t = s k_t (beta_a W_0 + f_a S_0 - sum_{i<=a} G_ai k_i^T e_i) - v_t
-    W_t = beta_t W_0 + f_t S_0 - sum_{i<=t} G_ti k_i^T e_i ,   S_t = p_t S_0 - sum_{i<=t} N_ti k_i^T e_i
+    e_t = s k_t (beta_a W_0 + f_a S_0 + sum_{i<=a} G_ai k_i^T e_i) - v_t
+    W_t = beta_t W_0 + f_t S_0 + sum_{i<=t} G_ti k_i^T e_i ,   S_t = p_t S_0 + sum_{i<=t} N_ti k_i^T e_i
 
 chunk_size 1 is the exact online rule (DeltaNet and its momentum form); the block is an implementation size and never
 changes the numbers. A document that starts inside the block brings the initial state's terms (`restart`).
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory import architectures, engine
-from titans_jax.memory.coefficients import coefficients
 from titans_jax.memory.types import MemoryRule, MemoryState, Surprise
 
 TOKENS_PER_BLOCK = 64
@@ -35,9 +34,9 @@ def block_size(rule: MemoryRule) -> int:
 
 def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
     """One block: ((weights, momentum, open chunk's start), reads, surprise) from its start state."""
-    queries, keys, values, gates, resets = inputs
+    queries, keys, values, gates, resets, scales = inputs
     chunk_size, operand_dtype, slope = rule.chunk_size, keys.dtype, rule.bias.cotangent_slope
-    c = coefficients(*(None if leaf is None else leaf[:, 0] for leaf in gates.scalars()), gates.mask, resets)
+    c = jax.tree.map(lambda leaf: leaf[0], scales)
     sources, weights_scales, momentum_scales = terms(c, start, initial)
     fresh = None if resets is None else jnp.repeat(resets[::chunk_size], chunk_size)
 
@@ -72,32 +71,32 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
             [engine.matmul(head, anchor, operand_dtype), engine.matmul(tail, carried, operand_dtype)]
         ),
     )
-    overlap = start_G * engine.matmul(keys, keys.T, operand_dtype)
+    overlap = -start_G * engine.matmul(keys, keys.T, operand_dtype)
     values = engine.widen(values)
     errors = slope * base - values
     if slope and chunk_size < keys.shape[0]:
         errors = solve_unit_lower(slope * overlap, errors)
 
     scores = engine.matmul(queries, keys.T, operand_dtype) * c.G
-    reads = -engine.matmul(scores, errors, operand_dtype)
+    reads = engine.matmul(scores, errors, operand_dtype)
     for source, scale in zip(sources, weights_scales, strict=True):
         if scale is not None:
             reads += scale[:, None] * engine.matmul(queries, source, operand_dtype)
 
-    def state_at(scales, rows, token):
-        """The state after `token`, whose sources and errors weigh `scales` and `rows`."""
-        state = -engine.matmul(keys.T, rows[token][:, None] * errors, operand_dtype)
+    def state_at(scales, row, token):
+        """The state after `token`, whose sources and errors weigh `scales[token]` and `row` [tokens]."""
+        state = engine.matmul(keys.T, row[:, None] * errors, operand_dtype)
         for source, scale in zip(sources, scales, strict=True):
             if scale is not None:
                 state += scale[token] * source
         return state
 
-    weights = (state_at(weights_scales, c.G, -1),)
+    weights = (state_at(weights_scales, c.G[-1], -1),)
     momentum = (state_at(momentum_scales, c.N, -1),) if rule.algorithm.has_momentum else ()
     opened = (anchor,)
     if gates.mask is not None:
         token = jnp.max(jnp.where(gates.mask, jnp.arange(keys.shape[0], dtype=jnp.int32), 0)) // chunk_size * chunk_size
-        here = state_at(start_scales, start_G, token)
+        here = state_at(start_scales, start_G[token], token)
         first = token == 0 if fresh is None else (token == 0) & ~fresh[0]
         opened = (jnp.where(first, anchor, here),)
     anchor_reads = base - engine.matmul(overlap, errors, operand_dtype)

@@ -22,6 +22,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         written, surprise = write(rule, params, state, key[None], value[None], gate)
         if gate.mask is not None:
             written = engine.select_state(gate.mask, written, state)
+            surprise = jax.tree.map(lambda x: jnp.where(gate.mask, x, 0), surprise)
         return written, (engine.read(rule, params, written.weights, query), surprise)
 
     state, (reads, surprise) = jax.lax.scan(token, state, (queries, keys, values, gates, resets))

@@ -76,9 +76,7 @@ class LanguageModel(nnx.Module):
         )
         # Layers are stacked, so that one compiled body runs them all: every parameter gains a leading "layers" axis.
         cycles = config.depth // len(config.pattern)
-        make = nnx.transform_metadata(
-            lambda rngs: Cycle(config, rngs=rngs), in_axes=0, out_axes=0, partition="layers"
-        )
+        make = nnx.transform_metadata(lambda rngs: Cycle(config, rngs=rngs), in_axes=0, out_axes=0, partition="layers")
         self.cycles = nnx.vmap(make)(rngs.split(cycles))
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
         head = None if config.tie_embeddings else ("embed", "vocab")
@@ -162,7 +160,9 @@ class LanguageModel(nnx.Module):
         logits = jnp.matmul(self.norm(x), head.astype(x.dtype), preferred_element_type=param_dtype(self.config))
         return sharding.constrain(logits, sharding.BATCH, None, "tensor")
 
-    def _blocks(self, x: jax.Array, states: Any, documents: Documents | None, select: Callable) -> tuple[jax.Array, Any]:
+    def _blocks(
+        self, x: jax.Array, states: Any, documents: Documents | None, select: Callable
+    ) -> tuple[jax.Array, Any]:
         """Run all blocks. `select(states, reports)`, of the blocks of a cycle, is returned stacked over cycles."""
 
         def one_cycle(x, cycle_and_states):
@@ -194,7 +194,7 @@ def _check_time(tokens: jax.Array) -> None:
 
 
 def _mean_reports(reports: tuple[dict, ...], documents: Documents | None) -> dict[str, jax.Array]:
-    """Reports of each block of the cycle, leaves [cycles, batch(, time)], to means [memory layers] in order of depth."""
+    """Reports of a cycle's blocks, leaves [cycles, batch(, time)], to means [memory layers] in order of depth."""
 
     def mean(leaf: jax.Array) -> jax.Array:
         if leaf.ndim == 2 or documents is None:

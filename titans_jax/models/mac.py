@@ -9,8 +9,8 @@ Per segment of `config.segment` tokens, x being its normalised rows and M the me
 
 Readings taken where the paper is open or would leak the future (papers.md 1.8, 1.11): one h per token, seen causally;
 the last read is per token, with its own query q(y); only the segment's rows are written, not P or h; the gate is MAG's;
-h and m pass the memory layer's own norm, gate and output projection, gated by x and by y; convolutions run over the whole
-sequence (one stream of x for h, one of y for the write). Attention is full causal inside the segment; h_j takes the
+h and m pass the memory layer's own norm, gate (by x and by y) and output projection; convolutions run over the whole
+sequence, one stream of x for h and one of y for the write. Attention is full causal inside the segment; h_j takes the
 rotary position of token j, counted from the segment's start.
 """
 
@@ -128,12 +128,9 @@ class MAC(nnx.Module):
         border = whole * self.segment
         parts = []
         if whole:
-            cut = lambda rows: jnp.moveaxis(  # noqa: E731
-                rows[:, :border].reshape(batch, whole, self.segment, *rows.shape[2:]), 1, 0
-            )
-            carry, (y, report) = jax.lax.scan(scanned, carry, jax.tree.map(cut, (x, documents)))
-            merge = lambda rows: jnp.moveaxis(rows, 0, 1).reshape(batch, border, *rows.shape[3:])  # noqa: E731
-            parts.append((merge(y), {n: r[-1] if n == "weight_norm" else merge(r) for n, r in report.items()}))
+            segments = jax.tree.map(lambda rows: _cut(rows[:, :border], whole), (x, documents))
+            carry, (y, report) = jax.lax.scan(scanned, carry, segments)
+            parts.append((_uncut(y), {n: r[-1] if n == "weight_norm" else _uncut(r) for n, r in report.items()}))
         state = self._open_segment(carry, prefix)
         if rest:
             carry, (y, weights, context, report) = one_segment(
@@ -150,12 +147,12 @@ class MAC(nnx.Module):
         """x [b, t, dim] from anywhere in a segment on."""
 
         def one_token(state, token):
-            y, state, report = self._token(token[:, None], state)
-            return state, (y[:, 0], report)
+            y, state, report = self._token(token, state)
+            return state, (y, report)
 
-        state, (y, report) = jax.lax.scan(one_token, state, jnp.moveaxis(x, 1, 0))
-        report = {n: r[-1] if n == "weight_norm" else jnp.moveaxis(r[..., 0], 0, 1) for n, r in report.items()}
-        return jnp.moveaxis(y, 0, 1), state, report
+        state, (y, report) = jax.lax.scan(one_token, state, _cut(x, x.shape[1]))
+        report = {n: r[-1] if n == "weight_norm" else _uncut(r) for n, r in report.items()}
+        return _uncut(y), state, report
 
     def _token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, MACState, dict[str, jax.Array]]:
         """One token, x [b, 1, dim]."""
@@ -211,6 +208,17 @@ class MAC(nnx.Module):
         reads, memory, report = self.memory.memorize(y, carry.memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
         return self.merge(y, self.memory.output(y, reads)), Carry(memory, tail), context, report
+
+
+def _cut(rows: jax.Array, pieces: int) -> jax.Array:
+    """[b, t, ...] -> [pieces, b, t / pieces, ...]."""
+    return jnp.moveaxis(rows.reshape(rows.shape[0], pieces, -1, *rows.shape[2:]), 1, 0)
+
+
+def _uncut(pieces: jax.Array) -> jax.Array:
+    """[pieces, b, n, ...] -> [b, pieces n, ...]."""
+    rows = jnp.moveaxis(pieces, 0, 1)
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
 
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -24,9 +24,9 @@ class MALState(NamedTuple):
 class MAL(nnx.Module):
     """x += memory([P | norm(x)]); x += window_attention([P | norm(x)]); x += feed_forward(norm(x)).
 
-    Each layer has its own norm and residual connection (papers.md 1.10: residuals around everything, interleaved as in
-    Samba, one feed-forward per block). Both read the same persistent tokens P, which for the attention stand in place of the memory's outputs at
-    P; no output at P is computed.
+    Each layer has its own norm and residual connection, interleaved as in Samba with one feed-forward per block
+    (papers.md 1.10). Both read the same persistent tokens P, which for the attention stand in place of the memory's
+    outputs at P; no output at P is computed.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

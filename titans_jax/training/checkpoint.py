@@ -36,7 +36,8 @@ class Checkpoints:
         unfinished = sorted(path.name.split(".")[0] for path in folder.glob("*.orbax-checkpoint-tmp*"))
         self._unfinished = [int(step) for step in unfinished if step.isdigit()]
         options = ocp.CheckpointManagerOptions(max_to_keep=kept, cleanup_tmp_directories=kept is not None)
-        self._manager = ocp.CheckpointManager(folder.absolute(), item_names=("params", "optimizer", "run"), options=options)
+        items = ("params", "optimizer", "run")
+        self._manager = ocp.CheckpointManager(folder.absolute(), item_names=items, options=options)
 
     def save(self, step: int, state: dict[str, Any], data_position: dict[str, Any], config: Config) -> None:
         """Write {"params", "optimizer"} in the background; the arrays may be donated as soon as this returns.
@@ -70,8 +71,8 @@ class Checkpoints:
             whole = self.steps()
             safe = f"the checkpoint of step {whole[0]} is whole" if whole else "there is no earlier checkpoint"
             raise CheckpointError(
-                f"the checkpoint of step {self._saved} could not be written to {self._folder} ({_cause(error)}); {safe}; "
-                "free some space and run the same command again to go on from there"
+                f"the checkpoint of step {self._saved} could not be written to {self._folder} ({_cause(error)}); "
+                f"{safe}; free some space and run the same command again to go on from there"
             ) from error
 
     def steps(self) -> list[int]:

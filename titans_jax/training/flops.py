@@ -53,7 +53,7 @@ def block_flops(kind: str, model: ModelConfig, time: int) -> float:
 
 
 def mean_causal_keys(time: int, window: int) -> float:
-    """Keys that the tokens of a row of `time` see on average, when each sees the last `window` and itself among them."""
+    """Keys a token of a row of `time` tokens sees on average: the last `window`, itself included."""
     seen = min(time, window)
     return (seen * (seen + 1) / 2 + (time - seen) * seen) / time
 

@@ -1,6 +1,7 @@
 """The training loop: data, step, metrics, diagnostics, evaluation, checkpoint, stop."""
 
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from titans_jax.training.diagnostics import warnings
 from titans_jax.training.flops import peak_flops_per_second, training_flops_per_token
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from titans_jax.training.report import Report
+from titans_jax.training.report import Report, say
 from titans_jax.training.run import check_vocabulary, init_model
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
@@ -38,20 +39,21 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
       TrainingStopped: loss or gradients are not finite; the last checkpoint is from before.
       CheckpointError: a checkpoint could not be written or read; those before it are whole.
     """
-    console = console or Console()
+    console = console or Console(quiet=jax.process_index() != 0)
     validate(config)
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, tokenizer)
     check_folder(config, run_dir)
     with use_mesh(config.mesh) as mesh:
         split = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-        align = 1 if config.model.document_slack else granularity(config.model)
+        align = granularity(config.model)
         batches = data.train_batches(config.data, tokenizer, align=align, **split)
         validation = data.validation_batches(config.data, tokenizer, align=align, **split)
         run_dir.mkdir(parents=True, exist_ok=True)
+        folder, kept = run_dir / "checkpoints", config.training.checkpoints_kept
         with (
             contextlib.closing(batches),
-            Checkpoints(run_dir / "checkpoints", kept=config.training.checkpoints_kept, say=console.print) as checkpoints,
+            Checkpoints(folder, kept=kept, say=functools.partial(say, console)) as checkpoints,
             StopRequest(install=jax.process_count() == 1) as stop,
         ):
             Trainer(config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop).run()
@@ -189,7 +191,8 @@ class Trainer:
         )
 
     def _introduce(self) -> None:
-        (self.run_dir / "config.json").write_text(json.dumps(to_dict(self.config), indent=2) + "\n")
+        if jax.process_index() == 0:
+            (self.run_dir / "config.json").write_text(json.dumps(to_dict(self.config), indent=2) + "\n")
         params = sum(x.size for x in jax.tree.leaves(self.state["params"]))
         devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
         self.report.say(f"{self.run_dir}: {params:,} parameters on {devices}")

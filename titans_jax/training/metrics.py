@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 from tensorboardX import SummaryWriter
 
 
@@ -12,20 +13,26 @@ class MetricsWriter:
     """Appends lines to `run_dir`/metrics.jsonl and scalars to its TensorBoard events.
 
     A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}. Lines later
-    than step `after` are dropped first: a resumed run writes them again, with the same numbers.
+    than step `after` are dropped first: a resumed run writes them again, with the same numbers. Of several processes
+    the first one writes.
     """
 
     def __init__(self, run_dir: Path, after: int):
-        self._path = run_dir / "metrics.jsonl"
+        self._file = self._events = None
+        if jax.process_index() != 0:
+            return
+        path = run_dir / "metrics.jsonl"
         lines = [json.dumps(line) + "\n" for line in read_metrics(run_dir) if line["step"] <= after]
-        rewritten = self._path.with_suffix(".tmp")  # replaced in one move: a full disk must not empty the file
+        rewritten = path.with_suffix(".tmp")  # replaced in one move: a full disk must not empty the file
         rewritten.write_text("".join(lines))
-        rewritten.replace(self._path)
-        self._file = self._path.open("a", buffering=1)
+        rewritten.replace(path)
+        self._file = path.open("a", buffering=1)
         self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One line, and one scalar per number; a list's numbers become name/0, name/1, ..."""
+        if self._file is None:
+            return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         for name, value in values.items():
             if isinstance(value, list):
@@ -34,15 +41,13 @@ class MetricsWriter:
                 self._events.add_scalar(f"{kind}/{name}", value, step)
         self._events.flush()
 
-    def close(self) -> None:
-        self._file.close()
-        self._events.close()
-
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
+            self._events.close()
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:

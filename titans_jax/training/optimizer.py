@@ -24,19 +24,18 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by the number of updates already made: linear to the peak, then a cosine to its end at `steps`.
+    """Learning rate by the number of updates already made: linear to the peak, then a cosine that ends at
+    `steps` with `final_learning_rate_ratio` of the peak.
 
     The first update already moves: it uses 1 / warmup_steps of the peak, not 0.
     """
-    end = config.learning_rate * config.final_learning_rate_ratio
-    cosine = optax.cosine_decay_schedule(
-        config.learning_rate, steps - config.warmup_steps, alpha=config.final_learning_rate_ratio
-    )
+    decay_steps = max(steps - config.warmup_steps, 1)  # a run may end in its warm-up
+    cosine = optax.cosine_decay_schedule(config.learning_rate, decay_steps, alpha=config.final_learning_rate_ratio)
     if config.warmup_steps == 0:
         return cosine
     first = config.learning_rate / config.warmup_steps
     warmup = optax.linear_schedule(first, config.learning_rate, config.warmup_steps - 1)
-    return optax.join_schedules([warmup, cosine, optax.constant_schedule(end)], [config.warmup_steps, steps])
+    return optax.join_schedules([warmup, cosine], [config.warmup_steps])
 
 
 def decay_mask(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a run tells the person who watches it: a progress bar on a terminal, plain lines elsewhere; and metrics.jsonl."""
+"""What a run tells the person who watches it: a progress bar on a terminal, plain lines elsewhere."""
 
 import math
 import time
@@ -10,6 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titans_jax.training.metrics import MetricsWriter
+
+
+def say(console: Console, text: str) -> None:
+    """Print one line as it is, however long: rich would wrap it and read brackets as markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class TrainingStopped(RuntimeError):
@@ -47,9 +52,13 @@ class Report:
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._mark: float | None = None  # when the last step was done; None: do not time the next one
         self._seconds, self._tokens = 0.0, 0.0
-        columns = [TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(), TextColumn("{task.fields[text]}")]
         self._bar = Progress(
-            *columns, TextColumn("eta"), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[text]}  eta"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, completed=start, text="compiling")
 
@@ -80,7 +89,8 @@ class Report:
         self._mark = now
         speed = self._tokens / self._seconds if self._seconds else None
         bits_per_byte = metrics["loss"] * self._bits
-        text = f"loss {metrics['loss']:.4f}  {bits_per_byte:.3f} bits/byte" + (f"  {speed:,.0f} tokens/s" if speed else "")
+        text = f"loss {metrics['loss']:.4f}  {bits_per_byte:.3f} bits/byte"
+        text += f"  {speed:,.0f} tokens/s" if speed else ""
         self._bar.update(self._task, completed=step, text=text)
         if step % self._log_every == 0 or step == self._steps:
             line = {
@@ -110,7 +120,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """One line for the person, above the bar."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(self._console, text)
 
     def __enter__(self) -> "Report":
         self._bar.start()

@@ -15,7 +15,7 @@ from flax import nnx
 from titans_jax import data
 from titans_jax.config import Config, ConfigError, ModelConfig
 from titans_jax.models import LanguageModel
-from titans_jax.training.checkpoint import CheckpointError, Checkpoints, abstract_like
+from titans_jax.training.checkpoint import CheckpointError, Checkpoints
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def load_run(run_dir: Path, say: Callable[[str], None] = print) -> Run:
     """
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
-        raise CheckpointError(f"{run_dir} is not a run folder: it has no checkpoints; give the folder that training named")
+        raise CheckpointError(f"{run_dir} is not a run folder: it has no checkpoints; give one that training made")
     with Checkpoints(folder, say=say) as checkpoints:
         config = checkpoints.config()
         if config is None:

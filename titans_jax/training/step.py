@@ -1,7 +1,7 @@
 """One training step, as a pure function of arrays.
 
 state is {"params", "optimizer"}: nested dictionaries of the model's parameters, and the optax state.
-batch is {"tokens", "targets", "segment_ids"}, int32 [rows, time]; a target of -1 is not predicted, segment 0 is padding.
+batch is {"tokens", "targets", "segment_ids"}, int32 [rows, time]: target -1 is not predicted, segment 0 is padding.
 """
 
 import functools

@@ -1,0 +1,90 @@
+"""Reading in pieces, whatever the pieces, equals reading at once; and the state does not grow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models as small
+
+PROMPTS = [1, small.CHUNK - 1, small.CHUNK, small.CHUNK + 1, small.SEGMENT - 1, small.SEGMENT, small.SEGMENT + 1]
+
+
+def read_in_pieces(model, tokens, pieces):
+    """Logits of tokens read in pieces of these sizes and then one by one."""
+    batch, time = tokens.shape
+    pieces = [*pieces, *[1] * (time - sum(pieces))]
+    state, logits, begin = small.init_state(model, batch), [], 0
+    for size in pieces:
+        piece, state = small.extend(model, tokens[:, begin : begin + size], state)
+        logits.append(piece)
+        begin += size
+    return jnp.concatenate(logits, axis=1)
+
+
+def assert_same(actual, expected, tolerance):
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_prompt_then_tokens_equals_the_whole(kind):
+    """Prompts that end before, on and after the borders of chunk, window and segment, in float64."""
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config(kind)), small.tokens()
+        whole = small.forward(model, tokens)
+        for prompt in PROMPTS:
+            assert_same(read_in_pieces(model, tokens, [prompt]), whole, 1e-9)
+
+
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_pieces_from_the_middle_of_a_chunk_equal_the_whole(kind):
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config(kind)), small.tokens()
+        whole = small.forward(model, tokens)
+        assert_same(read_in_pieces(model, tokens, [5, 4, 7]), whole, 1e-9)
+        assert_same(read_in_pieces(model, tokens, [8, 5, 3, 1]), whole, 1e-9)
+
+
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_decoding_equals_training_forward_in_float32(kind):
+    # Steps of at most 0.1 / head_dim: with 1 / head_dim and heads of 8 the recurrence itself is so ill-conditioned that
+    # float32 token by token is 1e-3 off float64.
+    config = small.config(kind, dtype="float32", memory={"max_step_size": 0.1})
+    model, tokens = small.build(config), small.tokens()
+    assert_same(read_in_pieces(model, tokens, [5]), small.forward(model, tokens), 1e-4)
+
+
+def test_a_hybrid_pattern_streams():
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config("lmm", "window", depth=4)), small.tokens()
+        assert_same(read_in_pieces(model, tokens, [5]), small.forward(model, tokens), 1e-9)
+
+
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_state_has_one_size(kind):
+    """After a long text the state has the shapes it had before the first token."""
+    model = small.build(small.config(kind, dtype="float32"))
+    empty = jax.eval_shape(lambda: model.init_state(2, small.MAX_LENGTH))
+    after = jax.eval_shape(lambda: model.extend(small.tokens(time=1000), model.init_state(2, small.MAX_LENGTH))[1])
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), empty) == jax.tree.map(lambda x: (x.shape, x.dtype), after)
+    if kind != "attention":
+        assert empty == jax.eval_shape(lambda: model.init_state(2))
+
+
+def test_rows_of_a_state_are_independent():
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config("mac")), small.tokens()
+        both = read_in_pieces(model, tokens, [5])
+        swapped = read_in_pieces(model, tokens[::-1], [5])
+        np.testing.assert_array_equal(both, swapped[::-1])
+
+
+def test_full_attention_asks_for_max_length():
+    model = small.build(small.config("attention", dtype="float32"))
+    with pytest.raises(ValueError, match="max_length is None"):
+        model.init_state(1)
+
+
+def test_extend_refuses_no_tokens():
+    model = small.build(small.config("lmm", dtype="float32"))
+    with pytest.raises(ValueError, match=r"tokens has shape \[2, 0\]"):
+        model.extend(small.tokens(time=0), small.init_state(model, 2))

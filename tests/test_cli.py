@@ -1,0 +1,149 @@
+"""The command line: typed overrides, one sentence for a mistake, and the way from training to text."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titans_jax import cli
+from titans_jax.arguments import parse
+from titans_jax.config import Config, MemoryConfig, ModelConfig
+
+SMALL = """
+from tests.training.tiny import tiny_config
+def config():
+    return tiny_config(steps=3, sample_tokens=0)
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "small.py"
+    path.write_text(SMALL)
+    return path
+
+
+def test_overrides_are_typed(file):
+    arguments = "--model.dim 64 --model.head-dim=32 --model.pattern mac attention --model.tie_embeddings"
+    arguments += " --optimizer.learning_rate 1e-4 --model.hidden_dim None --training.run_dir 7 --model.memory.depth 3"
+    config, name = cli.configuration("titans train", [str(file), *arguments.split()])
+    assert name == "small"
+    assert (config.model.dim, config.model.head_dim, config.model.pattern) == (64, 32, ("mac", "attention"))
+    assert config.model.tie_embeddings is True and config.model.hidden_dim is None
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.training.run_dir == "7" and config.training.steps == 3
+    assert config.model.memory.depth == 3 and config.model.memory.expansion == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--model.dimm 3", "there is no field model.dimm; did you mean model.dim?"),
+        ("--dim 3", "there is no field dim"),
+        ("--model.dim many", "model.dim is 'many'; use a whole number"),
+        ("--model.dim", "model.dim has no value; use a whole number"),
+        ("--model.dim 1.5", "model.dim is '1.5'; use a whole number"),
+        ("--model.dtype half", "model.dtype is 'half'; use bfloat16, float32 or float64"),
+        ("--model.pattern mac mok", "model.pattern is 'mac mok'; use one or more of lmm, mac"),
+        ("--model.memory.preset unknown", "model.memory.preset is 'unknown'; use titans"),
+        ("--model.tie_embeddings maybe", "model.tie_embeddings is 'maybe'; use True or False"),
+        ("--model.dim 40", "model.head_dim 16 x model.num_heads 2 is 32, not model.dim 40; use model.head_dim 20"),
+        ("--model.pattern mac --model.segment 20", "model.segment is 20; use a multiple of model.memory.chunk_size 8"),
+        ("--data.path /nowhere", "'/nowhere' does not exist"),
+        ("--data.tokenizer /nowhere", "data.tokenizer='/nowhere' is no"),
+        ("--model.vocab_size 100", "model.vocab_size is 100, but the tokenizer byte has 257 tokens; use"),
+        ("512", "512 has no field in front; write --field 512"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys, tmp_path, arguments, message):
+    code = cli.main(["train", str(file), *arguments.split(), "--training.run_dir", str(tmp_path / "run")])
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.err.startswith("titans: ") and message in output.err and output.err.count("\n") == 1
+    assert output.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, code, message",
+    [
+        (["fly"], 2, "there is no command fly; use train, generate, evaluate"),
+        (["train", "nothing"], 2, "there is no configuration nothing; use a Python file, or one of lmm_170m, "),
+        (["generate", "/nowhere", "--prompt", "x"], 1, "/nowhere is not a run folder"),
+        (["generate", "/nowhere", "--top_p", "2"], 2, "top_p is 2.0; use a number in (0, 1]"),
+        (["generate", "/nowhere", "--tempo", "2"], 2, "there is no field tempo; did you mean temperature?"),
+        (["evaluate", "/nowhere"], 1, "/nowhere is not a run folder"),
+        (["bench", "speed"], 2, "there is no benchmark 'speed'; use titans bench memory or titans bench train"),
+        (["models", "all"], 2, "titans models takes no arguments, not all"),
+    ],
+)
+def test_other_mistakes(capsys, arguments, code, message):
+    assert cli.main(arguments) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("import nowhere", "fails with ModuleNotFoundError: No module named 'nowhere'"),
+        ("x = (", "fails with SyntaxError"),
+        ("x = 1", "defines no configuration; write config = "),
+        ("config = 1", "defines no configuration; write config = "),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path, capsys, source, message):
+    (tmp_path / "wrong.py").write_text(source)
+    assert cli.main(["train", str(tmp_path / "wrong.py")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_is_at_hand_and_light(capsys):
+    assert cli.main(["--help"]) == 0 and cli.main([]) == 0
+    assert "titans train" not in capsys.readouterr().err
+    code = "import sys; from titans_jax import cli; cli.main(['--help']); print({'jax', 'tyro'} & {*sys.modules})"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.endswith("set()\n")
+
+
+def test_help_of_a_command_lists_every_field(file, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", str(file), "--help"])
+    assert stop.value.code == 0
+    help_text = capsys.readouterr().out
+    for name in ("--model.memory.chunk_size", "--data.sequence_length", "--optimizer.warmup_steps", "--mesh.fsdp"):
+        assert name in help_text
+
+
+def test_train_evaluate_generate(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", str(file)]) == 0
+    assert "finished step 3; the run is in runs/small" in capsys.readouterr().out
+
+    assert cli.main(["evaluate", "runs/small", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 3 and 3 < result["loss"] < 6
+    bits = result["loss"] * result["tokens"] / math.log(2)
+    assert result["bits_per_byte"] == pytest.approx(bits / result["bytes"])
+    assert cli.main(["evaluate", "runs/small", "--batches", "1"]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert cli.main(["generate", "runs/small", "--prompt", "def ", "--max_tokens", "20", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("def ") for text in texts)
+
+    assert cli.main(["data", str(file)]) == 0
+    assert "4 documents" in capsys.readouterr().out
+
+
+def test_parse_works_for_any_dataclass():
+    assert parse("x", Config, [], Config()) == Config()
+    wide = parse("x", ModelConfig, ["--dim", "512", "--memory.depth", "1"], ModelConfig())
+    assert wide == ModelConfig(dim=512, memory=MemoryConfig(depth=1))

@@ -1,0 +1,56 @@
+"""The configurations that come with the package: valid, as the paper says, and as large as they say."""
+
+import ast
+import dataclasses
+import re
+
+import pytest
+
+from titans_jax.cli import find_config, load_config, shipped_configs
+from titans_jax.config import validate
+from titans_jax.presets import PATTERNS, SIZES
+from titans_jax.training.run import count_params
+
+FILES = sorted(shipped_configs().glob("*.py"), key=lambda file: file.stem)
+
+
+def test_all_are_there():
+    papers = {f"{model}_{size}" for model in PATTERNS for size in SIZES}
+    assert {file.stem for file in FILES} == papers | {"quickstart"}
+    assert len(papers) == 25
+    assert find_config("mac_340m") == find_config("mac_340m.py") == shipped_configs() / "mac_340m.py"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_config_is_valid_and_its_docstring_true(file):
+    config = load_config(file)
+    if config.data.source != "python":
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, path="given by the user"))
+    validate(config)
+    docstring = ast.get_docstring(ast.parse(file.read_text()))
+    assert f"titans train {file.stem}" in docstring
+    (stated,) = re.findall(r"([\d,]+) parameters", docstring)
+    assert count_params(config.model) == int(stated.replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    "size, depth, dim, num_heads, learning_rate, tokens",
+    [
+        ("170m", 12, 768, 16, 3e-3, 15e9),
+        ("340m", 24, 1024, 16, 1.5e-3, 15e9),
+        ("760m", 24, 1536, 16, 1.25e-3, 30e9),
+        ("1b", 18, 2048, 8, 7e-4, 100e9),
+    ],
+)
+def test_settings_of_the_paper(size, depth, dim, num_heads, learning_rate, tokens):
+    """papers.md 2.1, Table 5 and the settings beside it."""
+    config = load_config(find_config(f"mac_{size}"))
+    model, data = config.model, config.data
+    assert (model.depth, model.dim, model.num_heads) == (depth, dim, num_heads)
+    assert (model.segment, model.window, model.num_persistent, model.vocab_size) == (512, 2048, 128, 32000)
+    assert (model.memory.chunk_size, model.memory.depth, model.memory.expansion) == (16, 2, 4)
+    assert config.optimizer.learning_rate == learning_rate
+    assert (config.optimizer.weight_decay, config.optimizer.clip_norm) == (0.1, 1.0)
+    batch = data.sequence_length * data.batch_size
+    assert data.sequence_length == 4096 and batch == 2**19
+    assert config.training.steps * batch == pytest.approx(tokens, rel=1e-4)

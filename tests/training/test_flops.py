@@ -1,0 +1,76 @@
+"""FLOPs against counts made by hand."""
+
+import dataclasses
+
+import pytest
+
+from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.training.flops import (
+    attention_flops,
+    block_flops,
+    forward_flops_per_token,
+    mean_causal_keys,
+    memory_flops,
+    training_flops_per_token,
+)
+
+MODEL = ModelConfig(
+    dim=64, depth=2, num_heads=2, head_dim=32, vocab_size=100, hidden_dim=96, segment=8, window=4, num_persistent=3
+)
+
+
+@pytest.mark.parametrize("time, window", [(1, 1), (7, 7), (7, 3), (3, 7), (10, 1)])
+def test_mean_causal_keys_counts_visible_pairs(time, window):
+    pairs = sum(1 for query in range(time) for key in range(query + 1) if query - key < window)
+    assert mean_causal_keys(time, window) == pytest.approx(pairs / time)
+
+
+def test_memory_is_the_count_of_the_papers_notes():
+    """papers.md 1.6.9: 88 d^2 + 20 C d for two layers of expansion 4 with momentum."""
+    model = dataclasses.replace(MODEL, memory=MemoryConfig(depth=2, expansion=4, chunk_size=16))
+    assert memory_flops(model) == 88 * 32**2 + 20 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    "memory, forward, back, between",
+    [
+        # weights in d^2; those behind the first matrix in d^2; sum of in + out in d
+        (MemoryConfig(architecture="linear"), 1, 0, 2),
+        (MemoryConfig(depth=1), 1, 0, 2),
+        (MemoryConfig(depth=3, expansion=2), 8, 6, 10),
+        (MemoryConfig(architecture="gated_mlp", expansion=4), 12, 4, 15),
+    ],
+)
+@pytest.mark.parametrize("momentum", [True, False])
+def test_memory_of_other_architectures(memory, forward, back, between, momentum):
+    model = dataclasses.replace(MODEL, memory=dataclasses.replace(memory, momentum=momentum, chunk_size=4))
+    states = 2 if momentum else 1
+    by_hand = 2 * 32**2 * (forward + back + 2 * states * forward) + 2 * 4 * between * 32
+    assert memory_flops(model) == by_hand
+
+
+def test_transformer():
+    time = 10
+    projections, keys = 4 * 2 * 64 * 64, 5.5
+    block = projections + 2 * keys * 64 + 2 * keys * 64 + 3 * 2 * 64 * 96
+    model = dataclasses.replace(MODEL, pattern=("attention",))
+    assert forward_flops_per_token(model, time) == pytest.approx(2 * block + 2 * 64 * 100)
+    assert training_flops_per_token(model, time) == pytest.approx(3 * forward_flops_per_token(model, time))
+
+
+def test_blocks_are_sums_of_their_parts():
+    time = 16
+    window = attention_flops(MODEL, 3 + mean_causal_keys(time, 4)) - attention_flops(MODEL, 0)
+    projections, square = 4 * 2 * 64 * 64, 2 * 64 * 64
+    lmm = block_flops("lmm", MODEL, time)
+    assert block_flops("mal", MODEL, time) == pytest.approx(lmm + projections + window)
+    assert block_flops("mag", MODEL, time) == pytest.approx(lmm + projections + window + square)
+    # Segments of 8: persistent tokens, h and x up to the token itself.
+    segment = 4 * 64 * (3 + 2 * 4.5)
+    read = 2 * 2 * (32 * 128 + 128 * 32)
+    assert block_flops("mac", MODEL, time) == pytest.approx(lmm + projections + segment + 5 * square + read + square)
+
+
+def test_a_window_caps_the_cost_of_length():
+    assert block_flops("window", MODEL, 10**6) == pytest.approx(block_flops("window", MODEL, 10**5), rel=1e-4)
+    assert block_flops("attention", MODEL, 10**6) > 5 * block_flops("attention", MODEL, 10**5)

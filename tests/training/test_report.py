@@ -1,0 +1,80 @@
+"""Metrics files, the picture, warnings about memories, and signals."""
+
+import dataclasses
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.training.diagnostics import warnings
+from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
+from titans_jax.training.stop import StopRequest
+
+MODEL = ModelConfig(memory=MemoryConfig(max_step_size=0.64))
+HEALTHY = {
+    "retention": np.array([0.98, 0.5]),
+    "momentum": np.array([0.5, 0.9]),
+    "step_size": np.array([0.005, 0.002]),
+    "inner_loss": np.array([0.3, 0.1]),
+    "weight_norm": np.array([16.0, 20.0]),
+}
+
+
+def test_healthy_memories_give_no_warning():
+    assert warnings(HEALTHY, MODEL) == []
+    assert warnings({}, MODEL) == []
+
+
+@pytest.mark.parametrize(
+    "name, value, sentence",
+    [
+        ("retention", 0.05, "memory layer 1 is dead: it keeps 0.05 of itself per token"),
+        ("step_size", 5e-6, "memory layer 1 is dead: its mean step size is 5e-06"),
+        ("step_size", 0.00995, "memory layer 1 is saturated: its mean step size is 0.00995, at its bound"),
+        ("momentum", 0.9995, "memory layer 1 is saturated: its mean momentum is 0.9995"),
+        ("inner_loss", np.nan, "memory layer 1 is broken: its inner loss is nan"),
+        ("weight_norm", np.inf, "memory layer 1 is broken: its weight norm is inf"),
+    ],
+)
+def test_sick_memories_are_named(name, value, sentence):
+    (warning,) = warnings(HEALTHY | {name: np.array([HEALTHY[name][0], value])}, MODEL)
+    assert sentence in warning
+
+
+def test_a_memory_without_momentum_is_not_judged_by_it():
+    without = {name: value for name, value in HEALTHY.items() if name != "momentum"}
+    assert warnings(without, dataclasses.replace(MODEL, memory=MemoryConfig(momentum=False, max_step_size=0.64))) == []
+
+
+def test_metrics_survive_a_cut_line_and_drop_what_is_repeated(tmp_path):
+    with MetricsWriter(tmp_path, after=0) as writer:
+        for step in range(1, 6):
+            writer.write("train", step, {"bits_per_byte": 8.0 / step})
+        writer.write("memory", 5, {"retention": [0.9, 0.8]})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 5]
+    with MetricsWriter(tmp_path, after=3) as writer:
+        writer.write("train", 4, {"bits_per_byte": 1.0})
+    lines = list(read_metrics(tmp_path))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["bits_per_byte"] == 1.0
+
+
+def test_picture_of_a_run_with_one_line(tmp_path):
+    with MetricsWriter(tmp_path, after=0) as writer:
+        writer.write("train", 1, {"bits_per_byte": 8.0})
+    plot_losses(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_asks_second_one_kills(number):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), number)
+        assert stop.requested
+        assert signal.getsignal(number) == signal.SIG_DFL  # the next one ends the process
+    assert signal.getsignal(number) == before

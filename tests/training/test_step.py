@@ -1,0 +1,81 @@
+"""One step: the loss it takes, how it accumulates, and what it refuses to apply."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from titans_jax.training.step import make_train_step
+
+VOCAB = 11
+
+
+class Bigram(nnx.Module):
+    """Logits of the next token from a table alone."""
+
+    def __init__(self):
+        table = np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+        self.table = nnx.Param(jnp.asarray(table))
+
+    def __call__(self, tokens, segment_ids):
+        return self.table[...][tokens]
+
+
+def batch(rows: int = 4, time: int = 6) -> dict[str, np.ndarray]:
+    """Rows with very different numbers of targets."""
+    rng = np.random.default_rng(1)
+    tokens, targets = rng.integers(0, VOCAB, (2, rows, time)).astype(np.int32)
+    for row in range(rows):
+        targets[row, 1 + row :] = -1
+    return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens)}
+
+
+def state_and_step(optimizer, accumulation=1):
+    graphdef, params = nnx.split(Bigram())
+    params = nnx.to_pure_dict(params)
+    return {"params": params, "optimizer": optimizer.init(params)}, make_train_step(graphdef, optimizer, accumulation)
+
+
+def loss_and_gradient(table: np.ndarray, batch: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
+    """Mean cross entropy over targets, and its gradient: softmax minus one-hot, by hand in float64."""
+    table, loss, gradient = table.astype(np.float64), 0.0, np.zeros((VOCAB, VOCAB))
+    count = (batch["targets"] >= 0).sum()
+    for token, target in zip(batch["tokens"].ravel(), batch["targets"].ravel(), strict=True):
+        if target >= 0:
+            probabilities = np.exp(table[token]) / np.exp(table[token]).sum()
+            loss -= np.log(probabilities[target]) / count
+            gradient[token] += (probabilities - np.eye(VOCAB)[target]) / count
+    return loss, gradient
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_step_is_gradient_descent_on_the_mean_over_targets(accumulation):
+    state, step = state_and_step(optax.sgd(0.5), accumulation)
+    before = np.asarray(state["params"]["table"])
+    loss, gradient = loss_and_gradient(before, batch())
+    state, metrics = step(state, batch())
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient), rtol=1e-5)
+    np.testing.assert_allclose(state["params"]["table"], before - 0.5 * gradient, rtol=1e-5, atol=1e-6)
+    assert float(metrics["tokens"]) == (batch()["targets"] >= 0).sum() == 10
+
+
+def test_a_batch_of_padding_changes_nothing():
+    state, step = state_and_step(optax.sgd(0.5))
+    before = np.asarray(state["params"]["table"])
+    state, metrics = step(state, batch() | {"targets": np.full((4, 6), -1, np.int32)})
+    assert [float(metrics[name]) for name in ("loss", "grad_norm", "tokens")] == [0, 0, 0]
+    np.testing.assert_array_equal(state["params"]["table"], before)
+
+
+def test_a_step_that_is_not_finite_is_not_applied():
+    state, step = state_and_step(optax.adamw(0.1))
+    state, _ = step(state, batch())
+    state["params"]["table"] = state["params"]["table"].at[batch()["tokens"][0, 0], 3].set(jnp.inf)
+    before = jax.tree.map(np.asarray, state)
+    state, metrics = step(state, batch())
+    assert not np.isfinite(metrics["loss"])
+    for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(new, old)

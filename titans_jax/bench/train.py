@@ -1,0 +1,132 @@
+"""`titans bench train`: speed of a training step and of decoding, for one model on this machine.
+
+Medians of single calls, one process, after compilation. Tokens are random: no time goes into data.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from titans_jax.arguments import parse
+from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig, validate
+from titans_jax.inference import decode_step, prefill
+from titans_jax.training.flops import training_flops_per_token
+from titans_jax.training.optimizer import make_optimizer
+from titans_jax.training.run import init_model
+from titans_jax.training.step import make_train_step
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time a training step and decoding. The default model is a MAC of 5M parameters over bytes."""
+
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(
+            segment=128, dtype="float32", memory=MemoryConfig(depth=2, expansion=2, chunk_size=16)
+        )
+    )
+    batch_size: int = 2
+    """Rows of a training step."""
+    sequence_length: int = 1024
+    """Tokens of a row."""
+    repeats: int = 10
+    """Training steps timed."""
+    contexts: tuple[int, ...] = (256, 1024, 4096)
+    """Tokens read before decoding is timed."""
+    decode_tokens: int = 100
+    """Tokens decoded one by one at each context."""
+
+
+def main(arguments: list[str]) -> None:
+    """Measure and print one table."""
+    options = parse("titans bench train", Options, arguments, Options())
+    model = options.model
+    validate(Config(model=model))
+    graphdef, params = init_model(model, seed=0)
+    count = sum(x.size for x in jax.tree.leaves(params))
+    kinds = " ".join(model.pattern)
+    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    console = Console()
+    console.print(f"{kinds}, {count:,} parameters, {model.dtype}, on {devices}")
+    peak = matmul_peak(model.dtype)
+    seconds, temporaries = time_training(graphdef, params, options)
+    tokens = options.batch_size * options.sequence_length
+    achieved = training_flops_per_token(model, options.sequence_length) * tokens / seconds
+    table = Table("measured", "value", "unit")
+    shape = f"{options.batch_size} x {options.sequence_length}"
+    table.add_row(f"training step, {shape}", f"{tokens / seconds:,.0f}", "tokens/s")
+    table.add_row("", f"{temporaries / 2**20:,.0f}", "MiB of temporaries")
+    table.add_row("", f"{achieved / 1e9:,.1f}", "GFLOP/s, counted analytically")
+    table.add_row("", f"{achieved / peak:.1%}", f"of this machine's matmul, {peak / 1e9:,.0f} GFLOP/s")
+    for context, seconds in time_decoding(graphdef, params, options):
+        table.add_row(f"decoding after {context:,} tokens", f"{1 / seconds:,.0f}", "tokens/s")
+    console.print(table)
+
+
+def time_training(graphdef: nnx.GraphDef, params: Any, options: Options) -> tuple[float, int]:
+    """Median seconds of a training step, and bytes of its temporaries."""
+    optimizer = make_optimizer(OptimizerConfig(), steps=1000)
+    state = {"params": jax.tree.map(jnp.copy, params), "optimizer": optimizer.init(params)}
+    shape = (options.batch_size, options.sequence_length)
+    tokens = np.random.default_rng(0).integers(0, options.model.vocab_size, shape).astype(np.int32)
+    batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones(shape, np.int32)}
+    step = make_train_step(graphdef, optimizer, accumulation=1).lower(state, batch).compile()
+
+    def run() -> jax.Array:
+        nonlocal state
+        state, metrics = step(state, batch)
+        return metrics["loss"]
+
+    return median_seconds(run, options.repeats), step.memory_analysis().temp_size_in_bytes
+
+
+def time_decoding(graphdef: nnx.GraphDef, params: Any, options: Options) -> list[tuple[int, float]]:
+    """(context, median seconds per token) for one row, after each context has been read."""
+    longest = max(options.contexts) + 2 * options.decode_tokens
+    read = jax.jit(lambda params, tokens, state: prefill(nnx.merge(graphdef, params), tokens, state)[1])
+    step = jax.jit(
+        lambda params, token, state: decode_step(nnx.merge(graphdef, params), token, state), donate_argnums=2
+    )
+    piece = 256
+    measured = []
+    for context in options.contexts:
+        state = jax.jit(lambda params: nnx.merge(graphdef, params).init_state(1, longest))(params)
+        for _ in range(-(-context // piece)):
+            state = read(params, np.zeros((1, piece), np.int32), state)
+        token = jnp.zeros((1,), jnp.int32)
+
+        def run() -> jax.Array:
+            nonlocal state
+            logits, state = step(params, token, state)  # noqa: B023 (called before the next context)
+            return logits
+
+        measured.append((context, median_seconds(run, options.decode_tokens)))
+    return measured
+
+
+def matmul_peak(dtype: str, size: int = 2048) -> float:
+    """FLOP/s of the best of some square matrix products."""
+    matrix = jnp.ones((size, size), dtype)
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 / min(_seconds(lambda: product(matrix, matrix)) for _ in range(6))
+
+
+def median_seconds(run: Callable[[], jax.Array], repeats: int) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    _seconds(run)
+    return statistics.median(_seconds(run) for _ in range(repeats))
+
+
+def _seconds(run: Callable[[], jax.Array]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
