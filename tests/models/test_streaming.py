@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import small_models as small
 
-PROMPTS = [1, small.CHUNK - 1, small.CHUNK, small.CHUNK + 1, small.SEGMENT - 1, small.SEGMENT, small.SEGMENT + 1]
+CHUNKS = [1, small.CHUNK - 1, small.CHUNK, small.CHUNK + 1, small.SEGMENT + 1]
+PROMPTS = {
+    "mac": [*CHUNKS, small.SEGMENT - 1, small.SEGMENT],
+    "lmm": CHUNKS,
+    "mag": [*CHUNKS, small.WINDOW],
+    "mal": CHUNKS,
+    "attention": [1, 5],
+    "window": [1, small.WINDOW - 1, small.WINDOW, small.WINDOW + 1],
+}
 
 
 def read_in_pieces(model, tokens, pieces):
@@ -31,7 +39,7 @@ def test_prompt_then_tokens_equals_the_whole(kind):
     with jax.enable_x64(True):
         model, tokens = small.build(small.config(kind)), small.tokens()
         whole = small.forward(model, tokens)
-        for prompt in PROMPTS:
+        for prompt in PROMPTS[kind]:
             assert_same(read_in_pieces(model, tokens, [prompt]), whole, 1e-9)
 
 

@@ -1,0 +1,40 @@
+"""The same model on eight devices, spread over data, fsdp and tensor axes, gives the numbers of one device.
+
+In a process of its own, because the number of devices is fixed when JAX starts.
+"""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import jax.numpy as jnp, numpy as np
+from flax import nnx
+import small_models as small
+from titans_jax import sharding
+from titans_jax.models import LanguageModel
+
+config = small.config("mac", depth=1, dtype="float32", memory={"max_step_size": 0.1})
+alone, tokens = small.build(config), small.tokens(batch=4, time=8)
+value_and_gradient = small.compiled(jax.value_and_grad(lambda model: jnp.mean(jnp.square(model(tokens)))))
+expected = value_and_gradient(alone)
+with sharding.use_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
+    _, abstract = nnx.get_abstract_model(lambda: LanguageModel(config, rngs=nnx.Rngs(0)), jax.sharding.get_mesh())
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(abstract)]
+    leaves, structure = jax.tree.flatten(alone)
+    spread = jax.tree.unflatten(structure, jax.device_put(leaves, shardings))
+    actual = value_and_gradient(spread)
+kernel = spread.cycles.blocks[0].feed_forward.up.kernel[...]
+assert kernel.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor"), kernel.sharding
+for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * float(jnp.abs(a).max()))
+"""
+
+
+def test_eight_devices_equal_one():
+    paths = [os.path.dirname(__file__), *sys.path]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
