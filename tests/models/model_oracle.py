@@ -85,8 +85,8 @@ class Model:
             first = t - t % segment
             if t == first:
                 opened, context = states, []
-            h = self.leave(p, x[t : t + 1], self.retrieve(p, opened, queries[t : t + 1]))[0]
-            context.append((h, x[t]))
+            h = rms_norm(self.retrieve(p, opened, queries[t : t + 1]), p["recall_norm", "scale"])
+            context.append((h.reshape(-1), x[t]))
             rows = np.array([row for pair in zip(*context, strict=True) for row in pair])
             positions = list(range(t - first + 1)) * 2
             y = self.attend(p, x[t : t + 1], [t - first], rows, positions, prefix)

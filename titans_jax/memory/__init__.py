@@ -133,7 +133,8 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
     shapes = tuple(w.shape for w in params["weights"])
     if shapes != expected:
         raise ValueError(
-            f"params['weights'] has shapes {shapes}: {rule.architecture} with head_dim {head_dim} needs {expected}."
+            f"queries has head_dim {head_dim} and params['weights'] has shapes {shapes}: {rule.architecture} needs weights "
+            f"of shapes {expected} for it."
         )
     if len(state.momentum) != (len(expected) if rule.algorithm.has_momentum else 0):
         raise ValueError(

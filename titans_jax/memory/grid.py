@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from titans_jax.memory.types import Gates, MemoryState
 
-# Chunks per rematerialisation group: a group keeps its start state only, so what the backward pass stores is one state
-# per group and, for one group at a time, one state per block (papers 1.6.9).
-GROUP = 4
+# Blocks per rematerialisation group: of a long sequence the backward pass stores one state per group and, for one group
+# at a time, one state per block (papers 1.6.9). What fits in one group stores a state per block and repeats nothing.
+GROUP = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,8 @@ def scan_groups(group, carry, inputs):
     """Scan `group` over groups of up to GROUP blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
     blocks = inputs[0].shape[0]
     inputs = (jnp.arange(blocks, dtype=jnp.int32), *inputs)
+    if blocks <= GROUP:
+        return group(carry, inputs)
     group = jax.checkpoint(group, prevent_cse=False)
     whole = blocks - blocks % GROUP
     parts = []

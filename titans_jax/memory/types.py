@@ -13,8 +13,9 @@ from titans_jax.memory.architectures import Architecture
 from titans_jax.memory.biases import AttentionalBias
 from titans_jax.memory.retentions import Retention
 
-# log(1 - forget) is clamped here, so a forget gate of exactly 1 has a finite value and gradient; exp of it is 0 in float32.
-SMALLEST_RETENTION = 1e-38
+# Gates are clamped here before the logarithm, so that 1 - alpha = 0 and eta = 0 have a finite value and gradient. It is
+# far below what a cumulative product resolves, and far above float32's subnormals, which are flushed to 0.
+SMALLEST_RETENTION = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)

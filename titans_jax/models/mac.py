@@ -2,16 +2,18 @@
 
 Per segment of `config.segment` tokens, x being its normalised rows and M the memory that the segments before left:
 
-    h = M(q(x))                              read only: what the past says about every token of the segment
+    h = norm(M(q(x)))                        read only: what the past says about every token of the segment
     y = attention(x; [P | h | x])            token i sees P, and h_j and x_j for j <= i
     m = read of the memory at q(y), after writing k(y), v(y)     token t reads its own write and none later
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
 Readings taken where the paper is open or would leak the future (papers.md 1.8, 1.11): one h per token, seen causally;
 the last read is per token, with its own query q(y); only the segment's rows are written, not P or h; the gate is MAG's;
-h and m pass the memory layer's own norm, gate (by x and by y) and output projection; convolutions run over the whole
-sequence, one stream of x for h and one of y for the write. Attention is full causal inside the segment; h_j takes the
-rotary position of token j, counted from the segment's start.
+h is normalised per head, and m passes the memory layer's norm, gate and output projection; convolutions run over the
+whole sequence (one stream of x for h, one of y for the write). Attention is full causal inside the segment; h_j takes
+the rotary position of token j, counted from the segment's start.
+
+Only what needs the memory runs segment by segment: what x alone decides comes before, and the merge after, in one go.
 """
 
 import dataclasses
@@ -31,24 +33,25 @@ from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
 
 
-class Carry(NamedTuple):
-    """What crosses the border of two segments: the memory y is written to, and the convolution tail of x for h.
+class Rows(NamedTuple):
+    """What x alone decides, all [b, t, heads, head_dim]: queries of memory and of attention, keys and values of x."""
 
-    The memory's position is left None: it is the index in the segment modulo chunk_size.
-    """
-
-    memory: MemoryLayerState
-    tail: jax.Array
+    recall: jax.Array
+    queries: jax.Array
+    past: KeyValues
 
 
 class MACState(NamedTuple):
     """What streaming carries, of constant size.
 
-    weights: the memory's weights [b, h, ...] at the open segment's start. context: keys and values of h and x in the
-    open segment, [b, 2, segment, heads, head_dim]; prefix: those of P. index: int32 scalar, tokens of it read so far.
+    memory: what y is written to, its position left None: it is the index in the segment modulo chunk_size.
+    tail: the convolution tail of x for h. weights: the memory's weights [b, h, ...] at the open segment's start.
+    context: keys and values of h and x in the open segment, [b, 2, segment, heads, head_dim]; prefix: those of P.
+    index: int32 scalar, tokens of the segment read so far.
     """
 
-    carry: Carry
+    memory: MemoryLayerState
+    tail: jax.Array
     weights: tuple[jax.Array, ...]
     context: KeyValues
     prefix: KeyValues
@@ -64,6 +67,7 @@ class MAC(nnx.Module):
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, None, rngs=rngs)
         self.memory = NeuralMemory(config, rngs=rngs)
+        self.recall_norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.merge = GatedMerge(config, rngs=rngs)
         self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
@@ -73,152 +77,159 @@ class MAC(nnx.Module):
     ) -> tuple[jax.Array, MACState, dict[str, jax.Array]]:
         normed = self.norm(x)
         if state is None:
-            y, state, report = self._from_segment_start(normed, self._start(x.shape[0]), self._prefix(), documents)
+            y, reads, state, report = self._segments(normed, self.init_state(x.shape[0]), documents)
         elif x.shape[1] == 1:
-            y, state, report = self._token(normed, state)
+            y, reads, state, report = self._token(normed, state)
         else:
-            y, state, report = jax.lax.cond(
+            y, reads, state, report = jax.lax.cond(
                 state.index == 0,
-                lambda: self._from_segment_start(normed, state.carry, state.prefix),
+                lambda: self._segments(normed, state),
                 lambda: self._token_by_token(normed, state),
             )
-        x = x + y
+        x = x + self.merge(y, self.memory.output(y, reads))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
-        return self._open_segment(self._start(batch), self._prefix())
-
-    def _start(self, batch: int) -> Carry:
         start = self.memory.start()
         start = start._replace(memory=dataclasses.replace(start.memory, position=None))
-        return Carry(*broadcast((start, start.tails[0]), batch))
+        memory, tail = broadcast((start, start.tails[0]), batch)
+        return self._open_segment(memory, tail, self.attention.prefix(self.persistent()))
 
-    def _prefix(self) -> KeyValues:
-        return self.attention.prefix(self.persistent())
-
-    def _open_segment(self, carry: Carry, prefix: KeyValues) -> MACState:
+    def _open_segment(self, memory: MemoryLayerState, tail: jax.Array, prefix: KeyValues) -> MACState:
         """The state at a segment's border."""
-        batch = carry.tail.shape[0]
-        shape = (batch, 2, self.segment, self.attention.num_heads, self.attention.head_dim)
+        shape = (tail.shape[0], 2, self.segment, self.attention.num_heads, self.attention.head_dim)
         empty = jnp.zeros(shape, self.attention.dtype)
-        return MACState(carry, carry.memory.memory.weights, KeyValues(empty, empty), prefix, jnp.zeros((), jnp.int32))
+        context = KeyValues(empty, empty)
+        return MACState(memory, tail, memory.memory.weights, context, prefix, jnp.zeros((), jnp.int32))
 
-    def _from_segment_start(
-        self, x: jax.Array, carry: Carry, prefix: KeyValues, documents: Documents | None = None
-    ) -> tuple[jax.Array, MACState, dict[str, jax.Array]]:
+    def _segments(
+        self, x: jax.Array, state: MACState, documents: Documents | None = None
+    ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
         """x [b, t, dim] from a segment's border on: a scan over the whole segments, then what is left."""
         batch, time, _ = x.shape
-        start = self._start(batch)
+        first = self.init_state(batch)
+        positions = jnp.arange(time, dtype=jnp.int32) % self.segment
+        rows, tail = self._rows(x, state.tail, positions, documents, first.tail[0])
 
-        def one_segment(carry: Carry, rows: tuple[jax.Array, Documents | None]):
-            x, documents = rows
+        def one_segment(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]):
+            rows, documents = inputs
             mask = None
             if documents is not None:
                 mask, begins = documents.mask, documents.starts[:, 0]
-                carry = jax.tree.map(lambda new, old: jnp.where(_like(begins, old), new, old), start, carry)
-            weights = carry.memory.memory.weights
-            y, carry, context, report = self._read_and_write(x, carry, weights, prefix, mask=mask)
-            return carry, (y, weights, context, report)
+                memory = jax.tree.map(lambda new, old: jnp.where(_like(begins, old), new, old), first.memory, memory)
+            weights = memory.memory.weights
+            memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, state.prefix, mask=mask)
+            return memory, (y, reads, weights, context, report)
 
-        def scanned(carry: Carry, rows: tuple[jax.Array, Documents | None]):
-            carry, (y, _, _, report) = one_segment(carry, rows)
-            return carry, (y, report)
+        def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]):
+            memory, (y, reads, _, _, report) = one_segment(memory, inputs)
+            return memory, (y, reads, report)
 
         whole, rest = divmod(time, self.segment)
         border = whole * self.segment
-        parts = []
+        memory, parts = state.memory, []
         if whole:
-            segments = jax.tree.map(lambda rows: _cut(rows[:, :border], whole), (x, documents))
-            carry, (y, report) = jax.lax.scan(scanned, carry, segments)
-            parts.append((_uncut(y), {n: r[-1] if n == "weight_norm" else _uncut(r) for n, r in report.items()}))
-        state = self._open_segment(carry, prefix)
+            cut = lambda rows: jnp.moveaxis(  # noqa: E731
+                rows[:, :border].reshape(batch, whole, self.segment, *rows.shape[2:]), 1, 0
+            )
+            memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
+            merge = lambda rows: jnp.moveaxis(rows, 0, 1).reshape(batch, border, *rows.shape[3:])  # noqa: E731
+            report = {n: r[-1] if n == "weight_norm" else merge(r) for n, r in report.items()}
+            parts.append((merge(y), merge(reads), report))
+        state = self._open_segment(memory, tail, state.prefix)
         if rest:
-            carry, (y, weights, context, report) = one_segment(
-                carry, jax.tree.map(lambda rows: rows[:, border:], (x, documents))
+            memory, (y, reads, weights, context, report) = one_segment(
+                memory, jax.tree.map(lambda rows: rows[:, border:], (rows, documents))
             )
             room = [(0, 0), (0, 0), (0, self.segment - rest), (0, 0), (0, 0)]
             context = KeyValues(*(jnp.pad(rows, room) for rows in context))
-            state = MACState(carry, weights, context, prefix, jnp.full((), rest, jnp.int32))
-            parts.append((y, report))
-        ys, reports = zip(*parts, strict=True)
-        return jnp.concatenate(ys, axis=1), state, _join(reports)
+            state = MACState(memory, tail, weights, context, state.prefix, jnp.full((), rest, jnp.int32))
+            parts.append((y, reads, report))
+        ys, reads, reports = zip(*parts, strict=True)
+        return jnp.concatenate(ys, axis=1), jnp.concatenate(reads, axis=1), state, _join(reports)
 
-    def _token_by_token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, MACState, dict[str, jax.Array]]:
+    def _token_by_token(
+        self, x: jax.Array, state: MACState
+    ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
         """x [b, t, dim] from anywhere in a segment on."""
 
         def one_token(state, token):
-            y, state, report = self._token(token, state)
-            return state, (y, report)
+            y, reads, state, report = self._token(token[:, None], state)
+            return state, (y[:, 0], reads[:, 0], report)
 
-        state, (y, report) = jax.lax.scan(one_token, state, _cut(x, x.shape[1]))
-        report = {n: r[-1] if n == "weight_norm" else _uncut(r) for n, r in report.items()}
-        return _uncut(y), state, report
+        state, (y, reads, report) = jax.lax.scan(one_token, state, jnp.moveaxis(x, 1, 0))
+        report = {n: r[-1] if n == "weight_norm" else jnp.moveaxis(r[..., 0], 0, 1) for n, r in report.items()}
+        return jnp.moveaxis(y, 0, 1), jnp.moveaxis(reads, 0, 1), state, report
 
-    def _token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, MACState, dict[str, jax.Array]]:
+    def _token(
+        self, x: jax.Array, state: MACState
+    ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
         """One token, x [b, 1, dim]."""
         opens = state.index == 0
         weights = jax.tree.map(
-            lambda now, before: jnp.where(opens, now, before), state.carry.memory.memory.weights, state.weights
+            lambda now, before: jnp.where(opens, now, before), state.memory.memory.weights, state.weights
         )
-        y, carry, context, report = self._read_and_write(
-            x, state.carry, weights, state.prefix, index=state.index, context=state.context
+        rows, tail = self._rows(x, state.tail, state.index[None])
+        memory, (y, reads, context, report) = self._attend_and_write(
+            rows, state.memory, weights, state.prefix, index=state.index, context=state.context
         )
-        return y, MACState(carry, weights, context, state.prefix, (state.index + 1) % self.segment), report
+        index = (state.index + 1) % self.segment
+        return y, reads, MACState(memory, tail, weights, context, state.prefix, index), report
 
-    def _read_and_write(
+    def _rows(
         self,
         x: jax.Array,
-        carry: Carry,
+        tail: jax.Array,
+        positions: jax.Array,
+        documents: Documents | None = None,
+        initial_tail: jax.Array | None = None,
+    ) -> tuple[Rows, jax.Array]:
+        """What x [b, t, dim] at `positions` [t] of its segment decides alone, and the next convolution tail."""
+        recall, tail = self.memory.query(x, tail, documents, initial_tail)
+        return Rows(recall, self.attention.queries(x, positions), self.attention.key_values(x, positions)), tail
+
+    def _attend_and_write(
+        self,
+        rows: Rows,
+        memory: MemoryLayerState,
         weights: tuple[jax.Array, ...],
         prefix: KeyValues,
         *,
         index: int | jax.Array = 0,
         context: KeyValues | None = None,
         mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, Carry, KeyValues, dict[str, jax.Array]]:
-        """The equations at the top, for x [b, t, dim] inside one segment.
+    ) -> tuple[MemoryLayerState, tuple[jax.Array, jax.Array, KeyValues, dict[str, jax.Array]]]:
+        """h, y and m of the equations at the top, for tokens inside one segment.
 
         Args:
           weights: the memory at the segment's start, which h reads.
-          index: place of x's first token in the segment; static 0 keeps the memory's chunks static.
-          context: keys and values of the segment so far; None when x begins it.
+          index: place of the first token in the segment; static 0 keeps the memory's chunks static.
+          context: keys and values of h and x in the segment so far; None when the tokens begin it.
           mask: bool [b, t], False at padding.
 
         Returns:
-          o [b, t, dim], the carry after x, the context with x, the memory's report.
+          the memory after y; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
         """
-        batch, time, _ = x.shape
+        batch, time, *heads = rows.recall.shape
         positions = index + jnp.arange(time, dtype=jnp.int32)
-        queries, tail = self.memory.query(x, carry.tail)
-        h = self.memory.output(x, self.memory.retrieve(weights, queries))
-
-        new = self.attention.key_values(jnp.stack([h, x], axis=1), positions)
+        h = self.recall_norm(self.memory.retrieve(weights, rows.recall)).astype(self.attention.dtype)
+        recalled = self.attention.key_values(h.reshape(batch, time, -1), positions)
+        new = KeyValues(*(jnp.stack(pair, axis=1) for pair in zip(recalled, rows.past, strict=True)))
         if context is None:
             context = new
         else:
             write = jax.lax.dynamic_update_slice_in_dim
             context = KeyValues(*(write(old, rows, index, axis=2) for old, rows in zip(context, new, strict=True)))
         size = context.keys.shape[2]
-        past = KeyValues(*(rows.reshape(batch, 2 * size, *rows.shape[3:]) for rows in context))
+        past = KeyValues(*(rows.reshape(batch, 2 * size, *heads) for rows in context))
         causal = jnp.arange(size, dtype=jnp.int32)[None] <= positions[:, None]
         visible = jnp.concatenate([causal, causal], axis=1)[None]
-        y = self.attention.merge(attend(self.attention.queries(x, positions), past, prefix, visible))
+        y = self.attention.merge(attend(rows.queries, past, prefix, visible))
 
-        written = dataclasses.replace(carry.memory.memory, position=index % self.chunk_size)
-        reads, memory, report = self.memory.memorize(y, carry.memory._replace(memory=written), mask=mask)
+        written = dataclasses.replace(memory.memory, position=index % self.chunk_size)
+        reads, memory, report = self.memory.memorize(y, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
-        return self.merge(y, self.memory.output(y, reads)), Carry(memory, tail), context, report
-
-
-def _cut(rows: jax.Array, pieces: int) -> jax.Array:
-    """[b, t, ...] -> [pieces, b, t / pieces, ...]."""
-    return jnp.moveaxis(rows.reshape(rows.shape[0], pieces, -1, *rows.shape[2:]), 1, 0)
-
-
-def _uncut(pieces: jax.Array) -> jax.Array:
-    """[pieces, b, n, ...] -> [b, pieces n, ...]."""
-    rows = jnp.moveaxis(pieces, 0, 1)
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])
+        return memory, (y, reads, context, report)
 
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:
