@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_jax.arguments import parse
-from titans_jax.config import Config, ConfigError, validate
+from titans_jax.config import Config, ConfigError, MeshConfig, validate
 
 USAGE = """usage: titans COMMAND ...
 
@@ -71,7 +71,11 @@ def train(arguments: list[str]) -> None:
     """titans train CONFIG [--field value ...]"""
     config, name = configuration("titans train", arguments)
     _cache_compilations()
+    from titans_jax import sharding
     from titans_jax.training import train
+
+    if config.mesh == MeshConfig():
+        sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
 
     # Orbax logs every failed write with its traceback; what the user needs of it comes as the sentence of an error.
     logging.getLogger("absl").setLevel(logging.CRITICAL)

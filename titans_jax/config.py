@@ -35,7 +35,7 @@ class MemoryConfig:
     """Tokens whose inner gradients share one anchor. Part of the model: another value gives other numbers."""
     form: Literal["chunked", "associative", "recurrent"] = "chunked"
     """Which implementation runs the rule in training. Never changes the numbers beyond rounding."""
-    max_step_size: float = 1.0
+    max_step_size: float = 0.1
     """theta_max: the step size is theta_max / head_dim * sigmoid(gate) (papers.md 1.3)."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""

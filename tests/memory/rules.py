@@ -215,9 +215,7 @@ def run(case, form, params, rows, probe=None, dtype=np.float64):
 
 def expect(case, params, inputs):
     """The oracle's answer for one row, under the names of `run`."""
-    state, initial = (
-        oracle.State(**inputs[name]) if name in inputs else None for name in ("state", "initial_state")
-    )
+    state, initial = (oracle.State(**inputs[name]) if name in inputs else None for name in ("state", "initial_state"))
     reads, state, loss, cotangent_norm = oracle.memorize(
         case.oracle_rule,
         params,

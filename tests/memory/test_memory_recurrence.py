@@ -189,9 +189,9 @@ def test_bfloat16_inputs(form):
     tokens = [jnp.asarray(rows[name], jnp.bfloat16) for name in ("queries", "keys", "values")]
     rounded = {name: np.asarray(leaf, np.float64) for name, leaf in zip(rules.INPUTS, tokens, strict=False)}
     start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
-    gates = memory.Gates.from_values(**{
-        name: jnp.asarray(rows[name], jnp.float32) for name in ("forget", "momentum", "step_size")
-    })
+    gates = memory.Gates.from_values(
+        **{name: jnp.asarray(rows[name], jnp.float32) for name in ("forget", "momentum", "step_size")}
+    )
     rule = TITANS.rule
     reads, state = jax.jit(lambda: memory.memorize(rule, start, memory.init_state(rule, start), *tokens, gates, form))()
     expected = rules.expect(TITANS, params, rows | rounded)["reads"]

@@ -39,9 +39,7 @@ def tiny_config(model: ModelConfig = MODEL, **training: Any) -> Config:
     )
     return Config(
         model=model,
-        data=DataConfig(
-            source="text", path=str(JSON_SOURCES), sequence_length=64, batch_size=4, validation_every=3
-        ),
+        data=DataConfig(source="text", path=str(JSON_SOURCES), sequence_length=64, batch_size=4, validation_every=3),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=3),
         training=dataclasses.replace(defaults, **training),
     )

@@ -1,15 +1,13 @@
 """`titans bench memory`: tokens per second and temporaries of the memory, forward and backward, on this machine.
 
 Gradients are taken with respect to everything: queries, keys, values, every gate and the learned start weights. Float32,
-one process; the numbers do not depend on the values, but keys and queries have unit norm as in the layer.
+one process, the sequences shared out over the machine's devices (on a CPU, one per core).
 """
 
 from __future__ import annotations
 
 import csv
 import functools
-import statistics
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from titans_jax import memory
+from titans_jax import memory, sharding
+from titans_jax.arguments import parse
+from titans_jax.bench.timing import machine, matmul_peak, median_seconds, spread
 from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.layers.neural_memory import memory_rule
 from titans_jax.training.flops import memory_flops
@@ -75,12 +75,11 @@ def main(arguments: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from titans_jax.cli import parse
-
     options = parse("titans bench memory", MemoryBenchOptions, arguments, MemoryBenchOptions())
+    sharding.use_cores(options.batch)
     console = Console()
     peak = matmul_peak()
-    console.print(f"{jax.devices()[0].device_kind}: float32 matmul peak {peak / 1e9:,.0f} GFLOP/s")
+    console.print(f"{machine()}, matmul peak of all cores {peak / 1e9:,.0f} GFLOP/s in float32")
     standard = CASES + tuple((length, 2, 64) for length in LENGTHS if (length, 2, 64) not in CASES)
     cases = standard if options.time is None else ((options.time, options.expansion, options.chunk_size),)
     table = Table("time", "expansion", "chunk", "tokens/s", "us/token", "temporaries MB", "GFLOP/s", "share of peak")
@@ -109,18 +108,13 @@ def measure(options: MemoryBenchOptions, length: int, expansion: int, chunk_size
         ),
     )
     rule = memory_rule(model.memory)
-    step = jax.jit(gradient_of_everything(rule, options.form))
-    inputs = random_inputs(rule, options.batch, options.num_heads, length, options.head_dim)
-    compiled = step.lower(*inputs).compile()
-    seconds = []
-    jax.block_until_ready(compiled(*inputs))
-    for _ in range(options.repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*inputs))
-        seconds.append(time.perf_counter() - start)
-    rate = options.batch * length / statistics.median(seconds)
+    params, *rows = random_inputs(rule, options.batch, options.num_heads, length, options.head_dim)
+    rows, params = spread(rows, params)
+    compiled = jax.jit(gradient_of_everything(rule, options.form)).lower(params, *rows).compile()
+    seconds = median_seconds(lambda: compiled(params, *rows), options.repeats)
+    rate = options.batch * length / seconds
     flops = 3 * rate * options.num_heads * memory_flops(model)
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    temporaries = compiled.memory_analysis().temp_size_in_bytes * jax.device_count()  # it counts one device
     return Measurement(
         length, expansion, chunk_size, options.form, rate, 1e6 / rate, temporaries / 1e6, flops / 1e9, flops / peak
     )
@@ -146,7 +140,8 @@ def gradient_of_everything(rule: memory.MemoryRule, form: str):
 def random_inputs(rule: memory.MemoryRule, batch: int, num_heads: int, length: int, head_dim: int):
     """Slow parameters [heads, ...]; queries, keys, values [batch, heads, time, head_dim]; gates per fast matrix."""
     keys = jax.random.split(jax.random.key(0), 7)
-    params = jax.vmap(functools.partial(memory.init_params, rule, head_dim=head_dim))(jax.random.split(keys[0], num_heads))
+    init = functools.partial(memory.init_params, rule, head_dim=head_dim)
+    params = jax.vmap(init)(jax.random.split(keys[0], num_heads))
     shape = (batch, num_heads, length, head_dim)
     queries, tokens, values = (jax.random.normal(key, shape) for key in keys[1:4])
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
@@ -157,19 +152,6 @@ def random_inputs(rule: memory.MemoryRule, batch: int, num_heads: int, length: i
         step_size=jax.nn.sigmoid(logits[2]) / head_dim,
     )
     return params, unit(queries), unit(tokens), values, gates
-
-
-def matmul_peak(size: int = 2048) -> float:
-    """Best of five float32 matmuls [size, size], in operations per second."""
-    x = jax.random.normal(jax.random.key(0), (size, size))
-    multiply = jax.jit(functools.partial(jnp.matmul, precision="highest"))
-    jax.block_until_ready(multiply(x, x))
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        jax.block_until_ready(multiply(x, x))
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
 
 
 def save(rows: list[Measurement], folder: Path) -> Path:
@@ -191,8 +173,8 @@ def save(rows: list[Measurement], folder: Path) -> Path:
             np.array([row.time for row in line]), np.array([row.microseconds_per_token for row in line]),
             marker="o", label=f"expansion {expansion}, chunk {chunk_size}",
         )  # fmt: skip
-    axes.set(xscale="log", xlabel="tokens per sequence", ylabel="microseconds per token", ylim=(0, None))
     axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens per sequence", ylabel="microseconds per token", ylim=(0, None))
     axes.set_title("memory, forward and backward")
     axes.legend()
     figure.savefig(folder / "memory.png", dpi=150)

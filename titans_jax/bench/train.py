@@ -3,9 +3,6 @@
 Medians of single calls, one process, after compilation. Tokens are random: no time goes into data.
 """
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +13,9 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from titans_jax import sharding
 from titans_jax.arguments import parse
+from titans_jax.bench.timing import machine, matmul_peak, median_seconds, spread
 from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig, validate
 from titans_jax.inference import decode_step, prefill
 from titans_jax.training.flops import training_flops_per_token
@@ -51,12 +50,12 @@ def main(arguments: list[str]) -> None:
     options = parse("titans bench train", Options, arguments, Options())
     model = options.model
     validate(Config(model=model))
+    sharding.use_cores(options.batch_size)
     graphdef, params = init_model(model, seed=0)
     count = sum(x.size for x in jax.tree.leaves(params))
     kinds = " ".join(model.pattern)
-    devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     console = Console()
-    console.print(f"{kinds}, {count:,} parameters, {model.dtype}, on {devices}")
+    console.print(f"{kinds}, {count:,} parameters, {model.dtype}, on {machine()}")
     peak = matmul_peak(model.dtype)
     seconds, temporaries = time_training(graphdef, params, options)
     tokens = options.batch_size * options.sequence_length
@@ -79,6 +78,7 @@ def time_training(graphdef: nnx.GraphDef, params: Any, options: Options) -> tupl
     shape = (options.batch_size, options.sequence_length)
     tokens = np.random.default_rng(0).integers(0, options.model.vocab_size, shape).astype(np.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones(shape, np.int32)}
+    batch, state = spread(batch, state)
     step = make_train_step(graphdef, optimizer, accumulation=1).lower(state, batch).compile()
 
     def run() -> jax.Array:
@@ -86,7 +86,7 @@ def time_training(graphdef: nnx.GraphDef, params: Any, options: Options) -> tupl
         state, metrics = step(state, batch)
         return metrics["loss"]
 
-    return median_seconds(run, options.repeats), step.memory_analysis().temp_size_in_bytes
+    return median_seconds(run, options.repeats), step.memory_analysis().temp_size_in_bytes * jax.device_count()
 
 
 def time_decoding(graphdef: nnx.GraphDef, params: Any, options: Options) -> list[tuple[int, float]]:
@@ -111,22 +111,3 @@ def time_decoding(graphdef: nnx.GraphDef, params: Any, options: Options) -> list
 
         measured.append((context, median_seconds(run, options.decode_tokens)))
     return measured
-
-
-def matmul_peak(dtype: str, size: int = 2048) -> float:
-    """FLOP/s of the best of some square matrix products."""
-    matrix = jnp.ones((size, size), dtype)
-    product = jax.jit(jnp.matmul)
-    return 2 * size**3 / min(_seconds(lambda: product(matrix, matrix)) for _ in range(6))
-
-
-def median_seconds(run: Callable[[], jax.Array], repeats: int) -> float:
-    """Median seconds of a call, after one that is not counted."""
-    _seconds(run)
-    return statistics.median(_seconds(run) for _ in range(repeats))
-
-
-def _seconds(run: Callable[[], jax.Array]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start

@@ -98,7 +98,8 @@ def memorize(
 
     resets: [time] bool, True at a document's first token, before which the state becomes `initial_state` (default:
     `init_state(rule, params)`) and a chunk begins. In the associative and chunked forms a reset must fall on a chunk
-    border, and padding (`gates.mask`) may only be followed by a reset: otherwise all reads are NaN, never silently wrong.
+    border, and padding (`gates.mask`) may only be followed by a reset: otherwise all reads are NaN, never silently
+    wrong.
 
     Raises ValueError, naming the argument, for an unknown form or shapes that do not fit.
     """
@@ -127,18 +128,19 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
     if form not in FORMS:
         raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, FORMS))}.")
     if queries.ndim != 2:
-        raise ValueError(f"queries has shape {queries.shape}: one head takes [time, head_dim]; vmap over batch and heads.")
+        raise ValueError(f"queries has shape {queries.shape}: one head takes [time, head_dim]; vmap over all else.")
     time, head_dim = queries.shape
     expected = rule.architecture.shapes(head_dim)
     shapes = tuple(w.shape for w in params["weights"])
     if shapes != expected:
         raise ValueError(
-            f"queries has head_dim {head_dim} and params['weights'] has shapes {shapes}: {rule.architecture} needs weights "
-            f"of shapes {expected} for it."
+            f"queries has head_dim {head_dim} and params['weights'] has shapes {shapes}: {rule.architecture} needs "
+            f"weights of shapes {expected} for it."
         )
     if len(state.momentum) != (len(expected) if rule.algorithm.has_momentum else 0):
         raise ValueError(
-            f"state.momentum has {len(state.momentum)} matrices: {rule.algorithm} needs a state made by init_state(rule, params)."
+            f"state.momentum has {len(state.momentum)} matrices: {rule.algorithm} needs a state made by "
+            "init_state(rule, params)."
         )
     for name, x in (("keys", keys), ("values", values)):
         if x.shape != queries.shape or x.dtype != queries.dtype:
@@ -152,8 +154,8 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
         x = getattr(gates, name)
         if x is not None and x.shape not in ((time,), (time, len(expected))):
             raise ValueError(
-                f"gates.{name} has shape {x.shape}: it must be ({time},) or ({time}, {len(expected)}), per token or per "
-                "token and fast matrix."
+                f"gates.{name} has shape {x.shape}: it must be ({time},) or ({time}, {len(expected)}), per token or "
+                "per token and fast matrix."
             )
     for name, x in (("gates.mask", gates.mask), ("resets", resets)):
         if x is not None and (x.shape != (time,) or x.dtype != jnp.bool_):

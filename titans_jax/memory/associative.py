@@ -51,7 +51,7 @@ def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: Memory
 
 
 def linear_scan(log_gate: jax.Array, steps: jax.Array, start: jax.Array) -> jax.Array:
-    """Y_t = g_t Y_{t-1} + X_t for all t from Y_0, by `jax.lax.associative_scan`; gates [time], steps [time, in, out]."""
+    """Y_t = g_t Y_{t-1} + X_t for all t from Y_0, by an associative scan; gates [time], steps [time, in, out]."""
 
     def compose(first, second):
         return first[0] * second[0], second[0] * first[1] + second[1]

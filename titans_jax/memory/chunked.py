@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from titans_jax.memory import engine, linear_block
 from titans_jax.memory.coefficients import of_chunks

@@ -112,7 +112,7 @@ def add(ours, theirs):
 
 
 def of_chunks(gates: Gates, resets: jax.Array | None) -> Coefficients:
-    """Coefficients of many blocks and matrices at once: gate leaves [blocks, tokens, matrices] -> [blocks, matrices, ...]."""
+    """Coefficients of many blocks and matrices: gates [blocks, tokens, matrices] -> leaves [blocks, matrices, ...]."""
     per_matrix = jax.vmap(coefficients, in_axes=(1, 1, 1, None, None))
     return jax.vmap(per_matrix)(*gates.scalars(), gates.mask, resets)
 

@@ -64,8 +64,10 @@ def per_matrix(rule: MemoryRule, gates: Gates, matrices: int, dtype) -> Gates:
     """Gates with every leaf [time, matrices] in the state's dtype; momentum only where the algorithm has it."""
 
     def full(x):
-        return None if x is None else jnp.broadcast_to(
-            x.astype(dtype)[:, None] if x.ndim == 1 else x.astype(dtype), (x.shape[0], matrices)
+        return (
+            None
+            if x is None
+            else jnp.broadcast_to(x.astype(dtype)[:, None] if x.ndim == 1 else x.astype(dtype), (x.shape[0], matrices))
         )
 
     momentum = gates.log_momentum if rule.algorithm.has_momentum else None

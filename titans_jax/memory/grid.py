@@ -113,7 +113,7 @@ def memorize_blocks(
 
 
 def scan_groups(group, carry, inputs):
-    """Scan `group` over groups of up to GROUP blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
+    """Scan `group` over groups of GROUP blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
     blocks = inputs[0].shape[0]
     inputs = (jnp.arange(blocks, dtype=jnp.int32), *inputs)
     if blocks <= GROUP:

@@ -50,7 +50,8 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
 
     # The carried weights (source 0) count fully at the block's first chunk, the initial ones at a reset, nothing else.
     start_scales = [
-        None if scale is None else chunk_start(scale, float(i == 0), float(i == 2)) for i, scale in enumerate(weights_scales)
+        None if scale is None else chunk_start(scale, float(source == 0), float(source == 2))
+        for source, scale in enumerate(weights_scales)
     ]
     start_G = chunk_start(c.G, 0, 0)
 

@@ -11,7 +11,7 @@ from titans_jax.memory import engine
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState
 
 
-def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates: Gates, resets, initial: MemoryState):
+def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
     """Scan over tokens; a reset may fall anywhere and restarts the chunk grid (Titans eq 8-14, papers 1.6.1)."""
     state = dataclasses.replace(state, position=jnp.asarray(state.position, jnp.int32))
 

@@ -34,12 +34,16 @@ class MemoryRule:
     def __post_init__(self):
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size!r}: it must be an integer of 1 or more, for example 16.")
-        for field, kind in (
-            ("architecture", Architecture), ("bias", AttentionalBias), ("retention", Retention), ("algorithm", Algorithm),
-        ):
+        kinds = {
+            "architecture": Architecture,
+            "bias": AttentionalBias,
+            "retention": Retention,
+            "algorithm": Algorithm,
+        }
+        for field, kind in kinds.items():
             if not isinstance(getattr(self, field), kind):
                 raise ValueError(
-                    f"{field} is {getattr(self, field)!r}: it must be a value made by titans_jax.memory.{kind.__module__.split('.')[-1]}."
+                    f"{field} is {getattr(self, field)!r}: it must be a value made by one of {kind.__module__}'s functions."
                 )
 
 
@@ -50,7 +54,7 @@ class MemoryState:
 
     weights, momentum, anchor: one [in, out] matrix per fast weight, float32 (float64 when the inputs are); momentum is
     empty for an algorithm without it. anchor: the weights at the open chunk's start, where gradients are taken.
-    position: tokens of the open chunk already read, 0 .. chunk_size - 1; a Python int is static and takes the fast path.
+    position: tokens of the open chunk already read, 0 .. chunk_size - 1; a Python int is static, the fast path.
     """
 
     weights: tuple[jax.Array, ...]

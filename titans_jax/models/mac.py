@@ -129,8 +129,10 @@ class MAC(nnx.Module):
         border = whole * self.segment
         memory, parts = state.memory, []
         if whole:
-            cut = lambda rows: jnp.moveaxis(  # noqa: E731
-                rows[:, :border].reshape(batch, whole, self.segment, *rows.shape[2:]), 1, 0
+            cut = (
+                lambda rows: jnp.moveaxis(  # noqa: E731
+                    rows[:, :border].reshape(batch, whole, self.segment, *rows.shape[2:]), 1, 0
+                )
             )
             memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
             merge = lambda rows: jnp.moveaxis(rows, 0, 1).reshape(batch, border, *rows.shape[3:])  # noqa: E731
@@ -161,9 +163,7 @@ class MAC(nnx.Module):
         report = {n: r[-1] if n == "weight_norm" else jnp.moveaxis(r[..., 0], 0, 1) for n, r in report.items()}
         return jnp.moveaxis(y, 0, 1), jnp.moveaxis(reads, 0, 1), state, report
 
-    def _token(
-        self, x: jax.Array, state: MACState
-    ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
+    def _token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
         """One token, x [b, 1, dim]."""
         opens = state.index == 0
         weights = jax.tree.map(

@@ -7,6 +7,8 @@ Parameters name logical axes, which `RULES` maps to mesh axes; activations name 
 """
 
 import contextlib
+import math
+import os
 from collections.abc import Callable, Iterator
 
 import jax
@@ -21,6 +23,18 @@ BATCH = ("data", "fsdp")
 
 RULES = (("embed", "fsdp"), ("heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("layers", None))
 """Logical parameter axis -> mesh axis (None: replicated)."""
+
+
+def use_cores(rows: int) -> None:
+    """On a machine without accelerator, make one device per core, as many as divide `rows`.
+
+    XLA runs the small matrix products of a memory on one thread; rows on devices of their own use every core. Does
+    nothing once jax has started, where XLA_FLAGS says how many devices there are, and where there is an accelerator.
+    """
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(RuntimeError):  # jax has started
+        jax.config.update("jax_num_cpu_devices", math.gcd(rows, len(os.sched_getaffinity(0))))
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: list | None = None) -> jax.sharding.Mesh:

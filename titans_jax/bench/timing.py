@@ -1,0 +1,43 @@
+"""What both benchmarks measure with."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from titans_jax import sharding
+
+
+def matmul_peak(dtype: str = "float32", size: int = 2048) -> float:
+    """Operations per second of the best of some square matrix products."""
+    matrix = jnp.ones((size, size), dtype)
+    product = jax.jit(jnp.matmul)
+    return 2 * size**3 / min(_seconds(lambda: product(matrix, matrix)) for _ in range(6))
+
+
+def median_seconds(run: Callable[[], jax.Array], repeats: int) -> float:
+    """Median seconds of a call, after one that is not counted."""
+    _seconds(run)
+    return statistics.median(_seconds(run) for _ in range(repeats))
+
+
+def _seconds(run: Callable[[], jax.Array]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def spread(rows: Any, rest: Any) -> tuple[Any, Any]:
+    """`rows` (leaves [batch, ...]) shared out over all devices, `rest` on every one of them."""
+    mesh = sharding.make_mesh()
+    place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))  # noqa: E731
+    return place(rows, PartitionSpec(sharding.BATCH)), place(rest, PartitionSpec())
+
+
+def machine() -> str:
+    """The devices, for a heading."""
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
