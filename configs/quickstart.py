@@ -3,7 +3,7 @@
     titans train quickstart
     titans generate runs/quickstart --prompt "def "
 
-2,286,582 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
+1,436,208 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
 download), read as bytes.
 """
 
@@ -13,18 +13,25 @@ config = Config(
     model=ModelConfig(
         pattern=("mac",),
         dim=192,
-        depth=3,
+        depth=2,
         num_heads=3,
         head_dim=64,
         segment=128,
         num_persistent=8,
         dtype="float32",  # bfloat16 is slower than float32 on a CPU
         remat="none",
-        memory=MemoryConfig(depth=2, expansion=2, chunk_size=16),
+        memory=MemoryConfig(depth=2, expansion=2, chunk_size=64),
     ),
-    data=DataConfig(source="python", sequence_length=512, batch_size=4),
-    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
+    data=DataConfig(source="python", packing="stream", sequence_length=256, batch_size=4),
+    optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=40),
     training=TrainingConfig(
-        steps=500, log_every=10, evaluate_every=100, evaluation_batches=8, diagnostics_every=100, checkpoint_every=100
+        steps=700,
+        log_every=10,
+        evaluate_every=175,
+        evaluation_batches=16,
+        diagnostics_every=175,
+        checkpoint_every=175,
+        sample_prompt="def ",
+        sample_tokens=400,
     ),
 )

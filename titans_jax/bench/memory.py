@@ -1,7 +1,7 @@
 """`titans bench memory`: tokens per second and temporaries of the memory, forward and backward, on this machine.
 
-Gradients are taken with respect to everything: queries, keys, values, every gate and the learned start weights. Float32,
-one process, the sequences shared out over the machine's devices (on a CPU, one per core).
+Gradients are taken with respect to everything: queries, keys, values, every gate and the learned start weights.
+Float32, one process, the sequences shared out over the machine's devices (on a CPU, one per core).
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ class MemoryInput(nnx.Module):
 class MemoryGates(nnx.Module):
     """alpha, eta, theta of every token, head and fast matrix, from the block's input (papers.md 1.3, 1.11 c-f).
 
-    alpha = sigmoid(. - 8), so a memory starts by keeping all but 3e-4 per token: behind a norm, forgetting shrinks the
-    weights, and with them grows every gradient, until training explodes (at the -4 of papers.md 1.3, four e-folds in 220
-    tokens); the gates learn to forget. eta = sigmoid(.), so past surprise starts with a half-life of one token; theta = max_step_size / head_dim * sigmoid(.). Computed in float32.
+    alpha = sigmoid(. - 8), so a memory starts by keeping all but 3e-4 per token: behind a norm, forgetting only shrinks
+    the weights, and every gradient grows with it, until training explodes (papers.md 1.3 suggests -4, which is a factor
+    of 50 in 220 tokens). The gates learn to forget. eta = sigmoid(.), so past surprise starts with a half-life of one
+    token; theta = max_step_size / head_dim * sigmoid(.). Computed in float32.
     """
 
     def __init__(self, config: ModelConfig, matrices: int, *, rngs: nnx.Rngs):

@@ -43,7 +43,7 @@ class MemoryRule:
         for field, kind in kinds.items():
             if not isinstance(getattr(self, field), kind):
                 raise ValueError(
-                    f"{field} is {getattr(self, field)!r}: it must be a value made by one of {kind.__module__}'s functions."
+                    f"{field} is {getattr(self, field)!r}: it must be a value that {kind.__module__} makes."
                 )
 
 

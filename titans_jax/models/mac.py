@@ -17,6 +17,7 @@ Only what needs the memory runs segment by segment: what x alone decides comes b
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -129,11 +130,7 @@ class MAC(nnx.Module):
         border = whole * self.segment
         memory, parts = state.memory, []
         if whole:
-            cut = (
-                lambda rows: jnp.moveaxis(  # noqa: E731
-                    rows[:, :border].reshape(batch, whole, self.segment, *rows.shape[2:]), 1, 0
-                )
-            )
+            cut = functools.partial(_cut, whole, self.segment)
             memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
             merge = lambda rows: jnp.moveaxis(rows, 0, 1).reshape(batch, border, *rows.shape[3:])  # noqa: E731
             report = {n: r[-1] if n == "weight_norm" else merge(r) for n, r in report.items()}
@@ -230,6 +227,12 @@ class MAC(nnx.Module):
         reads, memory, report = self.memory.memorize(y, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
         return memory, (y, reads, context, report)
+
+
+def _cut(segments: int, segment: int, rows: jax.Array) -> jax.Array:
+    """[b, t, ...] to its whole segments in front, [segments, b, segment, ...]."""
+    whole = rows[:, : segments * segment].reshape(-1, segments, segment, *rows.shape[2:])
+    return jnp.moveaxis(whole, 1, 0)
 
 
 def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:
