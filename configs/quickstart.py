@@ -3,7 +3,7 @@
     titans train quickstart
     titans generate runs/quickstart --prompt "def "
 
-1,436,208 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
+1,565,796 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
 download), read as bytes.
 """
 

@@ -83,9 +83,9 @@ def test_feed_forward_width():
 def test_gates_start_where_the_docstring_says():
     layer = memory_layer()
     gates = layer.gates(jnp.zeros((1, 1, 8)))
-    np.testing.assert_allclose(np.exp(gates.log_retention), 1 - 1 / (1 + np.exp(4)), rtol=1e-6)
+    np.testing.assert_allclose(np.exp(gates.log_retention), 1 - 1 / (1 + np.exp(8)), rtol=1e-6)
     np.testing.assert_allclose(np.exp(gates.log_momentum), 0.5, rtol=1e-6)
-    np.testing.assert_allclose(gates.step_size, 0.5 / 4, rtol=1e-6)
+    np.testing.assert_allclose(gates.step_size, 0.05 / 4, rtol=1e-6)
     assert gates.step_size.shape == (1, 1, 2, 2)  # one set per head and fast matrix
 
 

@@ -159,7 +159,7 @@ class Model:
         """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""
         config = self.config
         q, k, v = (self.features(p, name, rows, None)[part] for name in ("query", "key", "value"))
-        gates = np.einsum("td,dghm->gthm", rows[part], p["memory", "gates", "kernel"])
+        gates = np.einsum("td,dghm->gthm", rows[part] / np.sqrt(config.dim), p["memory", "gates", "kernel"])
         gates = sigmoid(gates + p["memory", "gates", "bias"][:, None])
         forget, step_size = gates[0], gates[1] * config.memory.max_step_size / config.head_dim
         momentum = gates[2] if config.memory.momentum else np.zeros_like(forget)

@@ -78,14 +78,15 @@ class MemoryGates(nnx.Module):
     alpha = sigmoid(. - 8), so a memory starts by keeping all but 3e-4 per token: behind a norm, forgetting only shrinks
     the weights, and every gradient grows with it, until training explodes (papers.md 1.3 suggests -4, which is a factor
     of 50 in 220 tokens). The gates learn to forget. eta = sigmoid(.), so past surprise starts with a half-life of one
-    token; theta = max_step_size / head_dim * sigmoid(.). Computed in float32.
+    token; theta = max_step_size / head_dim * sigmoid(.). Computed in float32, from x / sqrt(dim): Adam moves every entry
+    of a kernel alike, and would turn a plain product with x so fast that gates saturate before the model has learned.
     """
 
     def __init__(self, config: ModelConfig, matrices: int, *, rngs: nnx.Rngs):
         biases = [FORGET_BIAS, STEP_SIZE_BIAS] + [MOMENTUM_BIAS] * config.memory.momentum
         dtype, shape = param_dtype(config), (len(biases), config.num_heads, matrices)
         # Small: at first every token has nearly the same gates.
-        kernel = logical(initializers.truncated_normal(0.1 * config.dim**-0.5), None, None, "heads", None)
+        kernel = logical(initializers.truncated_normal(0.1), None, None, "heads", None)
         start = jnp.broadcast_to(jnp.array(biases, dtype)[:, None, None], shape)
         bias = logical(lambda: start, None, "heads", None)
         self.kernel = nnx.Param(kernel(rngs.params(), (config.dim, *shape), dtype))
@@ -95,7 +96,8 @@ class MemoryGates(nnx.Module):
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> memory.Gates:
         """x [b, t, dim], mask bool [b, t] -> gates [b, t, h, m], mask [b, t]."""
         kernel = self.kernel[...]
-        logits = jnp.einsum("btd,dghm->gbthm", x.astype(kernel.dtype), kernel) + self.bias[...][:, None, None]
+        x = x.astype(kernel.dtype) * x.shape[-1] ** -0.5
+        logits = jnp.einsum("btd,dghm->gbthm", x, kernel) + self.bias[...][:, None, None]
         return memory.Gates(
             log_retention=jax.nn.log_sigmoid(-logits[0]),
             step_size=self.max_step_size * jax.nn.sigmoid(logits[1]),
