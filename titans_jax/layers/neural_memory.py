@@ -78,7 +78,7 @@ class MemoryGates(nnx.Module):
     alpha = sigmoid(. - 8), so a memory starts by keeping all but 3e-4 per token: behind a norm, forgetting only shrinks
     the weights, and every gradient grows with it, until training explodes (papers.md 1.3 suggests -4, which is a factor
     of 50 in 220 tokens). The gates learn to forget. eta = sigmoid(.), so past surprise starts with a half-life of one
-    token; theta = max_step_size / head_dim * sigmoid(.). Computed in float32, from x / sqrt(dim): Adam moves all entries
+    token; theta = max_step_size / head_dim * sigmoid(.). In float32, from x / sqrt(dim): Adam moves all entries
     of a kernel alike, and would turn a plain product with x so fast that gates saturate before the model has learned.
     """
 
