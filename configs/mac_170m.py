@@ -2,7 +2,7 @@
 
     titans train mac_170m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
-182,325,120 parameters, trained on 15B tokens: 28,610 steps of half a million.
+182,334,336 parameters, trained on 15B tokens: 28,610 steps of half a million.
 Sized by arithmetic for 8 chips of 16 GB (TPU v5e-8): 2.7 GiB of parameters, gradients and optimizer state
 sharded over them, and 2 rows of 4,096 tokens at a time on each.
 """

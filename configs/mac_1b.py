@@ -2,7 +2,7 @@
 
     titans train mac_1b --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
-1,577,397,088 parameters, trained on 100B tokens: 190,735 steps of half a million. The paper's 1.3B.
+1,577,433,952 parameters, trained on 100B tokens: 190,735 steps of half a million. The paper's 1.3B.
 Sized by arithmetic for 32 chips of 16 GB (TPU v5e-32): 23.5 GiB of parameters, gradients and optimizer state
 sharded over them, and 1 row of 4,096 tokens at a time on each.
 """

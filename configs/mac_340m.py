@@ -2,7 +2,7 @@
 
     titans train mac_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
-538,627,328 parameters, trained on 15B tokens: 28,610 steps of half a million.
+538,651,904 parameters, trained on 15B tokens: 28,610 steps of half a million.
 Sized by arithmetic for 8 chips of 16 GB (TPU v5e-8): 8.0 GiB of parameters, gradients and optimizer state
 sharded over them, and 2 rows of 4,096 tokens at a time on each.
 """

@@ -2,7 +2,7 @@
 
     titans train mac_400m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
-668,219,040 parameters, trained on 15B tokens: 28,610 steps of half a million.
+668,246,688 parameters, trained on 15B tokens: 28,610 steps of half a million.
 The paper gives no shape for 400M: this is one step wider than 340M.
 Sized by arithmetic for 8 chips of 16 GB (TPU v5e-8): 10.0 GiB of parameters, gradients and optimizer state
 sharded over them, and 2 rows of 4,096 tokens at a time on each.

@@ -2,7 +2,7 @@
 
     titans train mac_760m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
-1,154,756,352 parameters, trained on 30B tokens: 57,220 steps of half a million.
+1,154,793,216 parameters, trained on 30B tokens: 57,220 steps of half a million.
 Sized by arithmetic for 16 chips of 16 GB (TPU v5e-16): 17.2 GiB of parameters, gradients and optimizer state
 sharded over them, and 1 row of 4,096 tokens at a time on each.
 """

@@ -40,11 +40,12 @@ def test_greedy_text_is_what_the_forward_pass_finds_likeliest(kind, prompt_token
     """
     prompt = LETTERS[:prompt_tokens]
     tokens = list(generator(kind).tokens(tiny_model(kind)[1], prompt, max_tokens=14))
-    assert len(tokens) == 14
+    if len(tokens) < 14:  # the text ends where the end of a document is likeliest
+        tokens.append(TOKENIZER.eos_id)
     ids = np.array([[TOKENIZER.bos_id, *TOKENIZER.encode(prompt), *tokens[:-1]]], np.int32)
     logits = np.asarray(jax.jit(nnx.merge(*tiny_model(kind)).__call__)(ids))[0, prompt_tokens:, : TOKENIZER.vocab_size]
     # The two are equal to rounding, so a tie could go either way: ours must be as likely as the likeliest.
-    chosen = logits[np.arange(14), tokens]
+    chosen = logits[np.arange(len(tokens)), tokens]
     assert (chosen >= logits.max(axis=1) - 1e-4 * np.abs(logits).max()).all()
     assert len(set(tokens)) > 1  # not a model that repeats itself whatever it reads
 

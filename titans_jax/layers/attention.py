@@ -37,9 +37,8 @@ class AttentionState(NamedTuple):
     position: jax.Array
 
 
-@jax.checkpoint
 def attend(queries: jax.Array, past: KeyValues, prefix: KeyValues, visible: jax.Array) -> jax.Array:
-    """softmax(q k^T / sqrt(d)) v over [prefix | past], in float32; recomputed, not stored, for the backward pass.
+    """softmax(q k^T / sqrt(d)) v over [prefix | past], in float32.
 
     Args:
       queries: [b, t, h, d].
@@ -99,6 +98,7 @@ def causal_attention(
     if documents is not None:
         documents = pad(documents, reach)
 
+    @jax.checkpoint
     def one_block(number: jax.Array) -> jax.Array:
         start = number * block
 

@@ -22,7 +22,7 @@ from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, param_dtype, projection
 from titans_jax.layers.norms import RMSNorm, l2_normalize
-from titans_jax.sharding import logical
+from titans_jax.sharding import BATCH, constrain, logical
 
 FORGET_BIAS = -8.0
 MOMENTUM_BIAS = 0.0
@@ -66,7 +66,8 @@ class MemoryInput(nnx.Module):
 
     def __call__(self, x, tail, documents: Documents | None = None, initial_tail=None) -> tuple[jax.Array, jax.Array]:
         """Also returns the convolution's next tail; see `CausalConvolution`."""
-        x, tail = self.convolution(self.projection(x), tail, documents, initial_tail)
+        x = constrain(self.projection(x), BATCH, None, "tensor")
+        x, tail = self.convolution(x, tail, documents, initial_tail)
         x = jax.nn.silu(x) if self.activation else x
         x = x.reshape(*x.shape[:-1], *self.heads)
         return (l2_normalize(x) if self.unit_norm else x), tail

@@ -32,6 +32,7 @@ from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.sharding import BATCH, constrain
 
 
 class Rows(NamedTuple):
@@ -210,7 +211,8 @@ class MAC(nnx.Module):
         batch, time, *heads = rows.recall.shape
         positions = index + jnp.arange(time, dtype=jnp.int32)
         h = self.recall_norm(self.memory.retrieve(weights, rows.recall)).astype(self.attention.dtype)
-        recalled = self.attention.key_values(h.reshape(batch, time, -1), positions)
+        h = constrain(h.reshape(batch, time, -1), BATCH, None, None)
+        recalled = self.attention.key_values(h, positions)
         new = KeyValues(*(jnp.stack(pair, axis=1) for pair in zip(recalled, rows.past, strict=True)))
         if context is None:
             context = new
