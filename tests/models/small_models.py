@@ -33,9 +33,10 @@ def config(*pattern, memory=None, **fields):
 
 
 @functools.cache
-def build(config, seed=0):
+def build(config, seed=4):
     """A model with random parameters, none at a start value where gradients or terms vanish. Drawn by numpy, because
-    compiling an initialiser is dearer than all else here.
+    compiling an initialiser is dearer than all else here. The seed is one at which the model is well conditioned: a
+    memory behind a norm can be drawn next to a singular point, where gradients are a thousand times larger (seed 0).
     """
     rng = np.random.default_rng(seed)
 
