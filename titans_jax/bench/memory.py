@@ -17,7 +17,7 @@ import numpy as np
 
 from titans_jax import memory, sharding
 from titans_jax.arguments import parse
-from titans_jax.bench.timing import machine, matmul_peak, median_seconds, spread
+from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.layers.neural_memory import memory_rule
 from titans_jax.training.flops import memory_flops
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> None:
     sharding.use_cores(options.batch)
     console = Console()
     peak = matmul_peak()
-    console.print(f"{machine()}, matmul peak of all cores {peak / 1e9:,.0f} GFLOP/s in float32")
+    console.print(f"{sharding.machine()}, matmul peak of all cores {peak / 1e9:,.0f} GFLOP/s in float32")
     standard = CASES + tuple((length, 2, 64) for length in LENGTHS if (length, 2, 64) not in CASES)
     cases = standard if options.time is None else ((options.time, options.expansion, options.chunk_size),)
     table = Table("time", "expansion", "chunk", "tokens/s", "us/token", "temporaries MB", "GFLOP/s", "share of peak")

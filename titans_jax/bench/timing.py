@@ -36,8 +36,3 @@ def spread(rows: Any, rest: Any) -> tuple[Any, Any]:
     mesh = sharding.make_mesh()
     place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))  # noqa: E731
     return place(rows, PartitionSpec(sharding.BATCH)), place(rest, PartitionSpec())
-
-
-def machine() -> str:
-    """The devices, for a heading."""
-    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"

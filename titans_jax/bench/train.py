@@ -15,7 +15,7 @@ from rich.table import Table
 
 from titans_jax import sharding
 from titans_jax.arguments import parse
-from titans_jax.bench.timing import machine, matmul_peak, median_seconds, spread
+from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig, validate
 from titans_jax.inference import decode_step, prefill
 from titans_jax.training.flops import training_flops_per_token
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     count = sum(x.size for x in jax.tree.leaves(params))
     kinds = " ".join(model.pattern)
     console = Console()
-    console.print(f"{kinds}, {count:,} parameters, {model.dtype}, on {machine()}")
+    console.print(f"{kinds}, {count:,} parameters, {model.dtype}, on {sharding.machine()}")
     peak = matmul_peak(model.dtype)
     seconds, temporaries = time_training(graphdef, params, options)
     tokens = options.batch_size * options.sequence_length

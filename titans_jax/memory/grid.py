@@ -48,9 +48,8 @@ class Grid:
 def lay_out(chunk_size: int, block_size: int, state: MemoryState, queries, keys, values, gates: Gates, resets) -> Grid:
     """Place [time, ...] inputs on the grid of `block_size` slots (a multiple of `chunk_size`)."""
     time, offset = queries.shape[0], state.position
-    aligned = isinstance(offset, int) and offset == 0
     inputs = (queries, keys, values, gates, resets)
-    if aligned and time % block_size == 0 and gates.mask is None:
+    if starts_chunk(state) and time % block_size == 0 and gates.mask is None:
         valid = None if resets is None else ~jnp.any(resets & (jnp.arange(time, dtype=jnp.int32) % chunk_size > 0))
         return Grid(jax.tree.map(functools.partial(to_blocks, block_size), inputs), time, 0, None, valid)
 
@@ -73,6 +72,11 @@ def lay_out(chunk_size: int, block_size: int, state: MemoryState, queries, keys,
     return Grid(jax.tree.map(functools.partial(to_blocks, block_size), placed), time, offset, last, valid)
 
 
+def starts_chunk(state: MemoryState) -> bool:
+    """Whether it is known before compilation that the next token starts a chunk."""
+    return isinstance(state.position, int) and state.position == 0
+
+
 def to_blocks(block_size: int, x: jax.Array) -> jax.Array:
     return x.reshape(-1, block_size, *x.shape[1:])
 
@@ -86,14 +90,16 @@ def memorize_blocks(
     block's inputs (queries, keys, values, gates, resets, prepared). prepare(gates, resets), leaves [blocks, ...], gives
     what can be computed for many blocks at once because it does not depend on the state.
     """
+    between_chunks = starts_chunk(state)
     layout = lay_out(rule.chunk_size, block_size, state, queries, keys, values, gates, resets)
-    closed = isinstance(state.position, int) and state.position == 0
 
     def step(carry, inputs):
         weights, momentum, opened = carry
         index, *inputs = inputs
         # Chunks begin where the last one ended; only a state that arrives inside a chunk brings an anchor of its own.
-        anchor = weights if closed else jax.tree.map(functools.partial(jnp.where, index == 0), state.anchor, weights)
+        anchor = (
+            weights if between_chunks else jax.tree.map(functools.partial(jnp.where, index == 0), state.anchor, weights)
+        )
         start = MemoryState(weights, momentum, anchor, 0)
         (weights, momentum, chunk_start), reads, surprise = block(rule, params, start, initial, inputs)
         mask = inputs[3].mask
@@ -120,15 +126,13 @@ def scan_groups(group, carry, inputs):
         return group(carry, inputs)
     group = jax.checkpoint(group, prevent_cse=False)
     whole = blocks - blocks % GROUP
-    parts = []
-    if whole:
-        grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, GROUP, *x.shape[1:]), inputs)
-        carry, outputs = jax.lax.scan(group, carry, grouped)
-        parts.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs))
-    if whole < blocks:
-        carry, outputs = group(carry, jax.tree.map(lambda x: x[whole:], inputs))
-        parts.append(outputs)
-    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, GROUP, *x.shape[1:]), inputs)
+    carry, outputs = jax.lax.scan(group, carry, grouped)
+    outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+    if whole == blocks:
+        return carry, outputs
+    carry, rest = group(carry, jax.tree.map(lambda x: x[whole:], inputs))
+    return carry, jax.tree.map(lambda *x: jnp.concatenate(x), outputs, rest)
 
 
 def final_state(chunk_size: int, grid: Grid, state: MemoryState, weights, momentum, anchor) -> MemoryState:

@@ -34,7 +34,12 @@ def use_cores(rows: int) -> None:
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     with contextlib.suppress(RuntimeError):  # jax has started
-        jax.config.update("jax_num_cpu_devices", math.gcd(rows, len(os.sched_getaffinity(0))))
+        jax.config.update("jax_num_cpu_devices", math.gcd(rows, os.cpu_count() or 1))
+
+
+def machine() -> str:
+    """How many devices of which kind, for a heading."""
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: list | None = None) -> jax.sharding.Mesh:

@@ -38,11 +38,10 @@ def block_flops(kind: str, model: ModelConfig, time: int) -> float:
     prefix = 4 * model.num_persistent * model.dim  # scores and weighted sum over the persistent tokens
     projection = 2 * model.dim**2
     if kind == "mac":
-        # Token i of a segment sees h_j and x_j for j <= i. Making h: queries, a read of the memory, gate and output of
-        # the memory layer; then its keys and values.
+        # Token i of a segment sees h_j and x_j for j <= i. For h: queries, a read of the memory, keys and values.
         segment = attention_flops(model, 2 * mean_causal_keys(min(time, model.segment), model.segment))
         read = 2 * model.num_heads * sum(rows * columns for rows, columns in memory_matrices(model))
-        return segment + prefix + 5 * projection + read + memory + projection + feed_forward
+        return segment + prefix + 3 * projection + read + memory + projection + feed_forward
     return {
         "lmm": memory + feed_forward,
         "mag": window + prefix + memory + projection + feed_forward,

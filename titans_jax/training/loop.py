@@ -194,8 +194,7 @@ class Trainer:
         if jax.process_index() == 0:
             (self.run_dir / "config.json").write_text(json.dumps(to_dict(self.config), indent=2) + "\n")
         params = sum(x.size for x in jax.tree.leaves(self.state["params"]))
-        devices = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-        self.report.say(f"{self.run_dir}: {params:,} parameters on {devices}")
+        self.report.say(f"{self.run_dir}: {params:,} parameters on {sharding.machine()}")
         self.report.say(f"training text: {self.batches.statistics}")
         if self.step:
             self.report.say(f"going on from the checkpoint of step {self.step}")
