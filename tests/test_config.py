@@ -60,7 +60,7 @@ def test_every_field_is_documented():
         ("model", {"tie_embeddings": 1}, "model.tie_embeddings is 1; use True or False"),
         ("model", {"hidden_dim": "x"}, "model.hidden_dim is 'x'; use a whole number or None"),
         ("model", {"hidden_dim": 0}, "model.hidden_dim is 0; use at least 1, or None"),
-        ("model", {"memory": MemoryConfig(preset="moneta")}, "model.memory.preset is 'moneta'; use titans"),
+        ("model", {"memory": MemoryConfig(preset="monetta")}, "model.memory.preset is 'monetta'; use retnet"),
         ("model", {"memory": MemoryConfig(architecture="x")}, "model.memory.architecture is 'x'; use residual_mlp, "),
         ("model", {"memory": MemoryConfig(depth=5)}, "model.memory.depth is 5; use 1 to 4"),
         ("model", {"memory": MemoryConfig(max_step_size=float("nan"))}, "max_step_size is nan; use a positive number"),

@@ -8,16 +8,19 @@ import pytest
 
 from titans_jax.cli import find_config, load_config, shipped_configs
 from titans_jax.config import validate
-from titans_jax.presets import PATTERNS, SIZES
+from titans_jax.memory.presets import PRESETS
+from titans_jax.presets import MIRAS, SIZES, TITANS
 from titans_jax.training.run import count_params
 
 FILES = sorted(shipped_configs().glob("*.py"), key=lambda file: file.stem)
 
 
 def test_all_are_there():
-    papers = {f"{model}_{size}" for model in PATTERNS for size in SIZES}
-    assert {file.stem for file in FILES} == papers | {"quickstart"}
-    assert len(papers) == 25
+    titans = {f"{model}_{size}" for model in TITANS for size in SIZES}
+    miras = {f"{model}_{size}" for model in MIRAS for size in ("170m", "340m", "760m", "1b")}
+    rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
+    assert {file.stem for file in FILES} == titans | miras | rest | {"quickstart", "gated_deltanet_h2_small"}
+    assert (len(titans), len(miras), len(rest)) == (25, 24, 15)
     assert find_config("mac_340m") == find_config("mac_340m.py") == shipped_configs() / "mac_340m.py"
 
 
@@ -54,3 +57,12 @@ def test_settings_of_the_paper(size, depth, dim, num_heads, learning_rate, token
     batch = data.sequence_length * data.batch_size
     assert data.sequence_length == 4096 and batch == 2**19
     assert config.training.steps * batch == pytest.approx(tokens, rel=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["moneta", "yaad", "memora"])
+def test_hybrids_are_the_same_memory_and_a_window(preset):
+    """papers.md 3.6: the Samba pattern, a Miras layer and then sliding-window attention."""
+    plain, hybrid = (load_config(find_config(f"{preset}{h}_340m")).model for h in ("", "_h"))
+    assert hybrid.memory == plain.memory and hybrid.memory.preset == preset
+    assert (plain.pattern, hybrid.pattern) == (("lmm",), ("lmm", "window"))
+    assert (plain.memory.depth, plain.memory.expansion, plain.memory.momentum) == (2, 4, None)

@@ -1,14 +1,16 @@
-"""The command line: titans train | generate | evaluate | bench | models | data.
+"""The command line: titans train | generate | evaluate | bench | models | configs | data.
 
 Everything heavy is imported by the command that needs it, so `titans --help` answers at once. A user's mistake ends in
 one sentence and exit code 2, a run that cannot go on in one sentence and exit code 1; neither in a traceback.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import logging
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,10 @@ USAGE = """usage: titans COMMAND ...
   generate RUN [--prompt TEXT ...]   continue a text with a trained model
   evaluate RUN [--json True ...]     loss, bits per byte and perplexity on held-out text
   data CONFIG [--field value ...]    what a configuration's data holds, and one row of it
-  models                             the configurations that come with the package
+  models                             every memory rule by name: Table 1 of Miras, from the code
+  configs                            the configurations that come with the package
   bench memory | train [...]         speed and memory of the memory core, and of a training step
+  bench recall [...]                 how many facts each kind of memory keeps, against the size of its state
 
 CONFIG is a Python file or the name of a configuration that comes with the package (quickstart, mac_170m, ...).
 titans COMMAND --help lists a command's options; titans train CONFIG --help every field of a configuration.
@@ -168,8 +172,40 @@ def data(arguments: list[str]) -> None:
 
 def models(arguments: list[str]) -> None:
     """titans models"""
-    if arguments:
-        raise ConfigError(f"titans models takes no arguments, not {' '.join(arguments)}")
+    _no_arguments("titans models", arguments)
+    from rich.console import Console
+    from rich.table import Table
+
+    from titans_jax.layers.memory_gates import GATES
+    from titans_jax.memory import FORMS, presets
+
+    head_dim = 64
+    table = Table(
+        "preset", "memory", "bias", "retention", "its gates", "algorithm", "floats a head", "exact",
+        caption=f"floats of a {head_dim}-wide head; exact: the parallel forms give the token-by-token rule, not that of "
+        f"chunks; forms that run them all: {', '.join(FORMS)}",
+    )  # fmt: skip
+    for name, make in presets.PRESETS.items():
+        rule, choices = make(), GATES[name]
+        gates = [choices.retention] * (choices.retention != "keep")
+        gates += [f"{side} channels" for side in ("key", "value") if getattr(choices, side)]
+        four = (_words(choice) for choice in (rule.architecture, rule.bias, rule.retention, rule.algorithm))
+        memory, bias, retention, algorithm = four
+        floats, exact = f"{presets.state_floats(rule, head_dim):,}", "yes" if rule.exact else "no"
+        table.add_row(name, memory, bias, retention if gates else "none", ", ".join(gates), algorithm, floats, exact)
+    Console().print(table)
+
+
+def _words(choice: Any) -> str:
+    """A choice of a rule in words: its name, and its fields that are not at their defaults."""
+    name = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(choice).__name__).lower()
+    changed = [f for f in dataclasses.fields(choice) if getattr(choice, f.name) != f.default]
+    return ", ".join([name] + [f"{f.name} {getattr(choice, f.name)}".replace("_", " ") for f in changed])
+
+
+def configs(arguments: list[str]) -> None:
+    """titans configs"""
+    _no_arguments("titans configs", arguments)
     from rich.console import Console
     from rich.table import Table
 
@@ -185,14 +221,17 @@ def models(arguments: list[str]) -> None:
 
 
 def bench(arguments: list[str]) -> None:
-    """titans bench memory | train [...]"""
+    """titans bench memory | train | recall [...]"""
     name, *rest = arguments or [""]
-    if name not in ("memory", "train"):
-        raise ConfigError(f"there is no benchmark {name!r}; use titans bench memory or titans bench train")
+    if name not in ("memory", "train", "recall"):
+        raise ConfigError(f"there is no benchmark {name!r}; use titans bench memory, train or recall")
     importlib.import_module(f"titans_jax.bench.{name}").main(rest)
 
 
-COMMANDS = {"train": train, "generate": generate, "evaluate": evaluate, "data": data, "models": models, "bench": bench}
+COMMANDS = {
+    "train": train, "generate": generate, "evaluate": evaluate, "data": data, "models": models, "configs": configs,
+    "bench": bench,
+}  # fmt: skip
 
 
 # Arguments
@@ -211,6 +250,11 @@ def configuration(program: str, arguments: list[str]) -> tuple[Config, str]:
     config = parse(f"{program} {arguments[0]}", Config, arguments[1:], load_config(file))
     validate(config)
     return config, file.stem
+
+
+def _no_arguments(program: str, arguments: list[str]) -> None:
+    if arguments:
+        raise ConfigError(f"{program} takes no arguments, not {' '.join(arguments)}")
 
 
 def _run_and_options(program: str, kind: type, arguments: list[str]) -> tuple[Path, Any]:

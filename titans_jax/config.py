@@ -6,11 +6,14 @@ compiled function. `validate` refuses an impossible one in a single sentence bef
 
 import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from titans_jax.memory import MemoryRule, algorithms, architectures, biases, presets, retentions
 
 
 class ConfigError(ValueError):
@@ -21,18 +24,31 @@ class ConfigError(ValueError):
 class MemoryConfig:
     """The associative memory of a memory layer; one independent memory per head."""
 
-    preset: Literal["titans"] = "titans"
-    """The rule of `titans_jax.memory.presets` that the memory follows."""
-    architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] = "residual_mlp"
-    """What the memory computes. `residual_mlp` is x + LN(MLP(x)) (Titans, NeurIPS text); `linear` is x @ W."""
+    preset: Literal[tuple(presets.PRESETS)] = "titans"
+    """The rule, by name; `titans models` prints them all."""
+    architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] | None = None
+    """What the memory computes; None is the preset's own. `residual_mlp` is x + LN(MLP(x)); `linear` is x @ W."""
     depth: int = 2
-    """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by `linear` and `gated_mlp`."""
+    """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by other memories."""
     expansion: int = 4
     """Hidden width of an MLP memory over head_dim."""
-    momentum: bool = True
-    """Keep past surprise (eta of the paper); without it every write is a plain gradient step."""
+    bias: Literal[tuple(biases.BIASES)] | None = None
+    """Attentional bias; None is the preset's own."""
+    retention: Literal[tuple(retentions.RETENTIONS)] | None = None
+    """Retention gate; None is the preset's own."""
+    momentum: bool | None = None
+    """Keep past surprise (eta of the paper), or take plain gradient steps; None is the preset's own."""
+    p: float = 3.0
+    """Exponent of Moneta's L_p bias, and of `bias` "lp"."""
+    q: float = 4.0
+    """Exponent of Moneta's L_q retention, and of `retention` "norm_power"."""
+    steps: int = 2
+    """Inner steps per token of delta_product. Ignored by other presets."""
+    gate_rank: int = 32
+    """Width that channel-wise gates are computed through."""
     chunk_size: int = 16
-    """Tokens whose inner gradients share one anchor. Part of the model: another value gives other numbers."""
+    """Tokens whose inner gradients share one anchor. Part of the model: another value gives other numbers. Presets with
+    a matrix memory are exact at every token and ignore it."""
     form: Literal["chunked", "associative", "recurrent"] = "chunked"
     """Which implementation runs the rule in training. Never changes the numbers beyond rounding."""
     max_step_size: float = 0.1
@@ -196,6 +212,49 @@ def has_memory(model: ModelConfig) -> bool:
     return not MEMORY_BLOCKS.isdisjoint(model.pattern)
 
 
+def memory_rule(config: MemoryConfig) -> MemoryRule:
+    """The rule that a configuration describes: its preset, with the choices it replaces.
+
+    Raises:
+      ConfigError: choices that cannot be, or that exclude each other.
+    """
+    try:
+        return _memory_rule(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"model.memory: {str(error).rstrip('.')}") from error
+
+
+def _memory_rule(config: MemoryConfig) -> MemoryRule:
+    make = presets.PRESETS[config.preset]
+    fields = set(inspect.signature(make).parameters) & {"depth", "expansion", "chunk_size", "p", "q", "steps"}
+    rule = make(**{name: getattr(config, name) for name in fields})
+    choices = {}
+    if config.architecture is not None:
+        choices["architecture"] = {
+            "linear": lambda: architectures.linear(),
+            "mlp": lambda: architectures.mlp(config.depth, config.expansion),
+            "residual_mlp": lambda: architectures.residual_mlp(config.depth, config.expansion),
+            "gated_mlp": lambda: architectures.gated_mlp(config.expansion),
+        }[config.architecture]()
+        choices["learned_start"] = rule.learned_start or config.architecture != "linear"  # zero would stay zero
+    if config.bias is not None:
+        choices["bias"] = biases.BIASES[config.bias](*[config.p] * (config.bias == "lp"))
+    if config.retention is not None:
+        exponent = [config.q] * (config.retention == "norm_power")
+        choices["retention"] = retentions.RETENTIONS[config.retention](*exponent)
+    if config.momentum is not None and config.momentum != rule.algorithm.has_momentum:
+        plain = algorithms.gradient_descent()
+        if rule.algorithm not in (plain, algorithms.momentum()):
+            raise ConfigError(
+                f"model.memory.momentum is {config.momentum}; the algorithm of {config.preset}, {rule.algorithm}, "
+                "knows no momentum: leave it None"
+            )
+        choices["algorithm"] = algorithms.momentum() if config.momentum else plain
+    return dataclasses.replace(rule, **choices)
+
+
 def to_dict(config: Any) -> Any:
     """The configuration as JSON-able dictionaries, lists and scalars."""
     if dataclasses.is_dataclass(config):
@@ -257,7 +316,7 @@ def _validate_types(config: Any, prefix: str = "") -> None:
                 raise ConfigError(f"{name} is {value!r}; use a {hint.__name__}")
             _validate_types(value, name + ".")
         elif not _matches(value, hint):
-            raise ConfigError(f"{name} is {value!r}; use {describe(hint)}")
+            raise ConfigError(f"{name} is {value!r}; use {describe(hint)}{nearest(value, hint)}")
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -275,6 +334,14 @@ def _matches(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
+def nearest(value: Any, hint: Any) -> str:
+    """ "; did you mean ...?" where a name among the values of a Literal looks like `value`, else nothing."""
+    names = [hint, *typing.get_args(hint)]
+    names = [x for kind in names if typing.get_origin(kind) is Literal for x in typing.get_args(kind)]
+    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def describe(hint: Any) -> str:
     """What a value of this type hint looks like, in words."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -289,7 +356,8 @@ def describe(hint: Any) -> str:
 
 _AT_LEAST_ONE = (
     "model.dim model.depth model.num_heads model.head_dim model.vocab_size model.segment model.window model.conv_size "
-    "model.memory.depth model.memory.expansion model.memory.chunk_size data.sequence_length data.batch_size "
+    "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps model.memory.gate_rank "
+    "data.sequence_length data.batch_size "
     "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
     "training.evaluation_batches training.diagnostics_every training.checkpoint_every training.checkpoints_kept"
 ).split()
@@ -339,6 +407,7 @@ def _validate_model(model: ModelConfig) -> None:
         )
     if model.head_dim % 2:
         raise ConfigError(f"model.head_dim is {model.head_dim}; use an even number, for the rotary embedding")
+    memory_rule(model.memory)
     chunk_size = model.memory.chunk_size
     if "mac" in model.pattern and model.segment % chunk_size:
         below = max(model.segment // chunk_size, 1) * chunk_size

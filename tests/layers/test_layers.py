@@ -82,7 +82,7 @@ def test_feed_forward_width():
 
 def test_gates_start_where_the_docstring_says():
     layer = memory_layer()
-    gates = layer.gates(jnp.zeros((1, 1, 8)))
+    _, _, gates = layer.gates(jnp.zeros((1, 1, 8)), None, jnp.zeros((1, 1, 2, 4)))
     np.testing.assert_allclose(np.exp(gates.log_retention), 1 - 1 / (1 + np.exp(8)), rtol=1e-6)
     np.testing.assert_allclose(np.exp(gates.log_momentum), 0.5, rtol=1e-6)
     np.testing.assert_allclose(gates.step_size, 0.05 / 4, rtol=1e-6)
@@ -91,7 +91,7 @@ def test_gates_start_where_the_docstring_says():
 
 def test_gates_stay_in_range_whatever_the_input():
     layer = memory_layer()
-    gates = layer.gates(1e6 * normal(0, 2, 5, 8))
+    _, _, gates = layer.gates(1e6 * normal(0, 2, 5, 8), None, jnp.zeros((2, 5, 2, 4)))
     assert (gates.log_retention <= 0).all() and (gates.log_momentum <= 0).all()
     assert (gates.step_size >= 0).all() and (gates.step_size <= CONFIG.memory.max_step_size / 4).all()
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import csv
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,9 @@ import numpy as np
 from titans_jax import memory, sharding
 from titans_jax.arguments import parse
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
-from titans_jax.config import MemoryConfig, ModelConfig
-from titans_jax.layers.neural_memory import memory_rule
+from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
+from titans_jax.layers.memory_gates import GATES, GateChoices
+from titans_jax.memory import presets
 from titans_jax.training.flops import memory_flops
 
 # (time, expansion, chunk_size): short sequences at both chunk sizes, then one layout from 1K to 32K tokens.
@@ -31,6 +33,10 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 class MemoryBenchOptions:
     """Time the memory's forward and backward pass; without `time`, the standard cases and lengths 1K to 32K."""
 
+    preset: Literal[tuple(presets.PRESETS)] | None = None
+    """Time this rule at 4,096 tokens, chunked and token by token, instead of the standard cases of Titans."""
+    all: bool = False
+    """Time every preset, chunked, at 4,096 tokens."""
     time: int | None = None
     """Tokens per sequence; None runs the standard cases."""
     expansion: int = 2
@@ -45,10 +51,10 @@ class MemoryBenchOptions:
     """Width of a head."""
     depth: int = 2
     """Matrices of the memory's network."""
-    architecture: str = "residual_mlp"
-    """linear, mlp, residual_mlp or gated_mlp."""
-    form: str = "chunked"
-    """recurrent, associative or chunked."""
+    architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] | None = None
+    """What the memory computes; None is the preset's own."""
+    form: Literal["chunked", "associative", "recurrent"] = "chunked"
+    """Which implementation runs."""
     repeats: int = 7
     """Timed runs; the median is printed."""
     output: str = "runs/bench_memory"
@@ -59,6 +65,7 @@ class MemoryBenchOptions:
 class Measurement:
     """One row: the case, median tokens per second (all sequences), temporaries, and the share of the matmul peak."""
 
+    preset: str
     time: int
     expansion: int
     chunk_size: int
@@ -80,43 +87,74 @@ def main(arguments: list[str]) -> None:
     console = Console()
     peak = matmul_peak()
     console.print(f"{sharding.machine()}, matmul peak of all cores {peak / 1e9:,.0f} GFLOP/s in float32")
-    standard = CASES + tuple((length, 2, 64) for length in LENGTHS if (length, 2, 64) not in CASES)
-    cases = standard if options.time is None else ((options.time, options.expansion, options.chunk_size),)
-    table = Table("time", "expansion", "chunk", "tokens/s", "us/token", "temporaries MB", "GFLOP/s", "share of peak")
+    table = Table(
+        "preset", "form", "time", "expansion", "chunk", "tokens/s", "us/token", "temporaries MB", "GFLOP/s", "of peak"
+    )
     rows = []
-    with console.status("measuring") as status:
-        for case in cases:
-            status.update(f"measuring time {case[0]}, expansion {case[1]}, chunk {case[2]}")
-            row = measure(options, *case, peak)
-            rows.append(row)
-            table.add_row(
-                f"{row.time:,}", str(row.expansion), str(row.chunk_size), f"{row.tokens_per_second:,.0f}",
-                f"{row.microseconds_per_token:.1f}", f"{row.temporaries_megabytes:,.0f}",
-                f"{row.gigaflops_per_second:,.0f}", f"{row.share_of_matmul_peak:.0%}",
-            )  # fmt: skip
+    for case in cases(options):
+        with console.status(f"{case.preset}, {case.form}, {case.time:,} tokens, chunk {case.chunk_size}"):
+            row = measure(case, peak)
+        rows.append(row)
+        table.add_row(
+            row.preset, row.form, f"{row.time:,}", str(row.expansion), str(row.chunk_size),
+            f"{row.tokens_per_second:,.0f}", f"{row.microseconds_per_token:.1f}", f"{row.temporaries_megabytes:,.0f}",
+            f"{row.gigaflops_per_second:,.0f}", f"{row.share_of_matmul_peak:.0%}",
+        )  # fmt: skip
+        folder = save(rows, Path(options.output))
     console.print(table)
-    console.print(f"saved {save(rows, Path(options.output))}")
+    if options.preset:
+        chunked, recurrent = rows
+        ratio = chunked.tokens_per_second / recurrent.tokens_per_second
+        console.print(f"{options.preset}: the chunked form is {ratio:.1f} times as fast as the recurrent one")
+    console.print(f"saved {folder}")
 
 
-def measure(options: MemoryBenchOptions, length: int, expansion: int, chunk_size: int, peak: float) -> Measurement:
+def cases(options: MemoryBenchOptions) -> list[MemoryBenchOptions]:
+    """What is timed: one set of options, with every choice made, per row."""
+    time = options.time or 4096
+    if options.all:
+        return [replace(options, preset=name, time=time) for name in presets.PRESETS]
+    if options.preset:
+        return [replace(options, time=time, form=form) for form in ("chunked", "recurrent")]
+    options = replace(options, preset="titans")
+    if options.time:
+        return [options]
+    standard = CASES + tuple((length, 2, 64) for length in LENGTHS if (length, 2, 64) not in CASES)
+    return [replace(options, time=time, expansion=e, chunk_size=c) for time, e, c in standard]
+
+
+def measure(case: MemoryBenchOptions, peak: float) -> Measurement:
     """Compile and time one case."""
     model = ModelConfig(
-        num_heads=options.num_heads,
-        head_dim=options.head_dim,
+        num_heads=case.num_heads,
+        head_dim=case.head_dim,
         memory=MemoryConfig(
-            depth=options.depth, expansion=expansion, architecture=options.architecture, chunk_size=chunk_size
+            preset=case.preset,
+            depth=case.depth,
+            expansion=case.expansion,
+            architecture=case.architecture,
+            chunk_size=case.chunk_size,
         ),
     )
     rule = memory_rule(model.memory)
-    params, *rows = random_inputs(rule, options.batch, options.num_heads, length, options.head_dim)
+    params, *rows = random_inputs(rule, GATES[case.preset], case.batch, case.num_heads, case.time, case.head_dim)
     rows, params = spread(rows, params)
-    compiled = jax.jit(gradient_of_everything(rule, options.form)).lower(params, *rows).compile()
-    seconds = median_seconds(lambda: compiled(params, *rows), options.repeats)
-    rate = options.batch * length / seconds
-    flops = 3 * rate * options.num_heads * memory_flops(model)
+    compiled = jax.jit(gradient_of_everything(rule, case.form)).lower(params, *rows).compile()
+    seconds = median_seconds(lambda: compiled(params, *rows), case.repeats)
+    rate = case.batch * case.time / seconds
+    flops = 3 * rate * case.num_heads * memory_flops(model)
     temporaries = compiled.memory_analysis().temp_size_in_bytes * jax.device_count()  # it counts one device
     return Measurement(
-        length, expansion, chunk_size, options.form, rate, 1e6 / rate, temporaries / 1e6, flops / 1e9, flops / peak
+        preset=case.preset,
+        time=case.time,
+        expansion=case.expansion,
+        chunk_size=rule.chunk_size,
+        form=case.form,
+        tokens_per_second=rate,
+        microseconds_per_token=1e6 / rate,
+        temporaries_megabytes=temporaries / 1e6,
+        gigaflops_per_second=flops / 1e9,
+        share_of_matmul_peak=flops / peak,
     )
 
 
@@ -137,21 +175,31 @@ def gradient_of_everything(rule: memory.MemoryRule, form: str):
     return jax.grad(loss, argnums=(0, 1, 2, 3, 4))
 
 
-def random_inputs(rule: memory.MemoryRule, batch: int, num_heads: int, length: int, head_dim: int):
-    """Slow parameters [heads, ...]; queries, keys, values [batch, heads, time, head_dim]; gates per fast matrix."""
-    keys = jax.random.split(jax.random.key(0), 7)
+def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, heads: int, length: int, head_dim: int):
+    """Slow parameters [heads, ...]; queries, keys, values [batch, heads, time, head_dim]; the gates the preset has."""
+    draws = iter(jax.random.split(jax.random.key(0), 16))
     init = functools.partial(memory.init_params, rule, head_dim=head_dim)
-    params = jax.vmap(init)(jax.random.split(keys[0], num_heads))
-    shape = (batch, num_heads, length, head_dim)
-    queries, tokens, values = (jax.random.normal(key, shape) for key in keys[1:4])
+    params = jax.vmap(init)(jax.random.split(next(draws), heads))
+    tokens, steps = (batch, heads, length), rule.algorithm.steps
+    inner = tokens if steps == 1 else (*tokens, steps)
+    normal = lambda *shape: jax.random.normal(next(draws), shape)  # noqa: E731
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
-    logits = [jax.random.normal(key, (*shape[:3], len(params["weights"]))) for key in keys[4:]]
+    matrices = len(params["weights"])
+    channel = {}
+    if choices.key:
+        channel["log_key_retention"] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
+    if choices.value:
+        channel["log_value_retention"] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
+    if rule.bias.takes_gate:
+        slopes = jnp.broadcast_to(jnp.arange(steps, 0, -1, dtype=jnp.float32) - 1, inner)
+        channel["bias_gate"] = slopes if rule.bias.affine else jax.nn.softplus(normal(*inner))
     gates = memory.Gates(
-        log_retention=jax.nn.log_sigmoid(logits[0] + 4),
-        log_momentum=jax.nn.log_sigmoid(logits[1]),
-        step_size=jax.nn.sigmoid(logits[2]) / head_dim,
+        log_retention=jax.nn.log_sigmoid(normal(*tokens, matrices) + 4),
+        log_momentum=jax.nn.log_sigmoid(normal(*tokens, matrices)) if rule.algorithm.has_momentum else None,
+        step_size=jax.nn.sigmoid(normal(*inner, matrices)) / head_dim,
+        **channel,
     )
-    return params, unit(queries), unit(tokens), values, gates
+    return params, unit(normal(*tokens, head_dim)), unit(normal(*inner, head_dim)), normal(*inner, head_dim), gates
 
 
 def save(rows: list[Measurement], folder: Path) -> Path:
@@ -167,16 +215,20 @@ def save(rows: list[Measurement], folder: Path) -> Path:
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for expansion, chunk_size in sorted({(row.expansion, row.chunk_size) for row in rows}):
-        line = sorted((r for r in rows if (r.expansion, r.chunk_size) == (expansion, chunk_size)), key=lambda r: r.time)
+    lines: dict[str, list[Measurement]] = {}
+    for row in rows:
+        label = f"{row.preset}, {row.form}, expansion {row.expansion}, chunk {row.chunk_size}"
+        lines.setdefault(label, []).append(row)
+    for label, line in lines.items():
+        line.sort(key=lambda row: row.time)
         axes.plot(
             np.array([row.time for row in line]), np.array([row.microseconds_per_token for row in line]),
-            marker="o", label=f"expansion {expansion}, chunk {chunk_size}",
+            marker="o", label=label,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set(xlabel="tokens per sequence", ylabel="microseconds per token", ylim=(0, None))
     axes.set_title("memory, forward and backward")
-    axes.legend()
+    axes.legend(fontsize=6)
     figure.savefig(folder / "memory.png", dpi=150)
     pyplot.close(figure)
     return folder

@@ -1,7 +1,7 @@
 """The neural memory as a layer: projections in front, one memory per head, norm and gate behind (papers.md 1.5).
 
     q, k, v = silu(conv(x W))          each its own projection and convolution; q and k to unit norm per head
-    alpha, eta, theta = gates(x)       per token, head and fast matrix
+    alpha, eta, theta = gates(x)       per token, head and fast matrix, or as the preset's paper has them
     r = memory(q, k, v, gates)         titans_jax.memory, a batch and heads of it
     y = (rms_norm(r) * silu(x W_g)) W_o
 
@@ -9,57 +9,39 @@ Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.nn import initializers
 
 from titans_jax import memory
-from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.documents import Documents
-from titans_jax.layers.linear import compute_dtype, param_dtype, projection
+from titans_jax.layers.linear import compute_dtype, param_dtype, projection, wide_dtype
+from titans_jax.layers.memory_gates import GATES, MemoryGates
 from titans_jax.layers.norms import RMSNorm, l2_normalize
 from titans_jax.sharding import BATCH, constrain, logical
 
-FORGET_BIAS = -8.0
-MOMENTUM_BIAS = 0.0
-STEP_SIZE_BIAS = 0.0
-
 
 class MemoryLayerState(NamedTuple):
-    """What the layer carries: the memory of every head [b, h, ...], and the last inputs of the q, k, v convolutions."""
+    """What the layer carries: the memory of every head [b, h, ...], and the last inputs of its convolutions by name."""
 
     memory: memory.MemoryState
-    tails: tuple[jax.Array, jax.Array, jax.Array]
-
-
-def memory_rule(config: MemoryConfig) -> memory.MemoryRule:
-    """The rule that a configuration describes (Titans: L2 bias, decay, momentum)."""
-    architecture = {
-        "linear": lambda: memory.architectures.linear(),
-        "mlp": lambda: memory.architectures.mlp(config.depth, config.expansion),
-        "residual_mlp": lambda: memory.architectures.residual_mlp(config.depth, config.expansion),
-        "gated_mlp": lambda: memory.architectures.gated_mlp(config.expansion),
-    }[config.architecture]()
-    algorithm = memory.algorithms.momentum() if config.momentum else memory.algorithms.gradient_descent()
-    return memory.MemoryRule(
-        architecture=architecture,
-        bias=memory.biases.l2(),
-        retention=memory.retentions.decay(),
-        algorithm=algorithm,
-        chunk_size=config.chunk_size,
-    )
+    tails: dict[str, jax.Array]
 
 
 class MemoryInput(nnx.Module):
-    """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm."""
+    """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
 
-    def __init__(self, config: ModelConfig, *, unit_norm: bool, rngs: nnx.Rngs):
-        width = config.num_heads * config.head_dim
-        self.heads = (config.num_heads, config.head_dim)
+    With several copies, one for each inner step of a token: [b, t, h, copies, d].
+    """
+
+    def __init__(self, config: ModelConfig, *, unit_norm: bool, copies: int = 1, rngs: nnx.Rngs):
+        width = config.num_heads * copies * config.head_dim
+        self.heads = (config.num_heads, *[copies] * (copies > 1), config.head_dim)
         self.activation, self.unit_norm = config.memory.activation, unit_norm
         self.projection = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.convolution = CausalConvolution(config, width, rngs=rngs)
@@ -73,40 +55,6 @@ class MemoryInput(nnx.Module):
         return (l2_normalize(x) if self.unit_norm else x), tail
 
 
-class MemoryGates(nnx.Module):
-    """alpha, eta, theta of every token, head and fast matrix, from the block's input (papers.md 1.3, 1.11 c-f).
-
-    alpha = sigmoid(. - 8), so a memory starts by keeping all but 3e-4 per token: behind a norm, forgetting only shrinks
-    the weights, and every gradient grows with it, until training explodes (papers.md 1.3 suggests -4, which is a factor
-    of 50 in 220 tokens). The gates learn to forget. eta = sigmoid(.), so past surprise starts with a half-life of one
-    token; theta = max_step_size / head_dim * sigmoid(.). In float32, from x / sqrt(dim): Adam moves all entries
-    of a kernel alike, and would turn a plain product with x so fast that gates saturate before the model has learned.
-    """
-
-    def __init__(self, config: ModelConfig, matrices: int, *, rngs: nnx.Rngs):
-        biases = [FORGET_BIAS, STEP_SIZE_BIAS] + [MOMENTUM_BIAS] * config.memory.momentum
-        dtype, shape = param_dtype(config), (len(biases), config.num_heads, matrices)
-        # Small: at first every token has nearly the same gates.
-        kernel = logical(initializers.truncated_normal(0.1), None, None, "heads", None)
-        start = jnp.broadcast_to(jnp.array(biases, dtype)[:, None, None], shape)
-        bias = logical(lambda: start, None, "heads", None)
-        self.kernel = nnx.Param(kernel(rngs.params(), (config.dim, *shape), dtype))
-        self.bias = nnx.Param(bias())
-        self.max_step_size = config.memory.max_step_size / config.head_dim
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> memory.Gates:
-        """x [b, t, dim], mask bool [b, t] -> gates [b, t, h, m], mask [b, t]."""
-        kernel = self.kernel[...]
-        x = x.astype(kernel.dtype) * x.shape[-1] ** -0.5
-        logits = jnp.einsum("btd,dghm->gbthm", x, kernel) + self.bias[...][:, None, None]
-        return memory.Gates(
-            log_retention=jax.nn.log_sigmoid(-logits[0]),
-            step_size=self.max_step_size * jax.nn.sigmoid(logits[1]),
-            log_momentum=jax.nn.log_sigmoid(logits[2]) if logits.shape[0] == 3 else None,
-            mask=mask,
-        )
-
-
 class NeuralMemory(nnx.Module):
     """A sequence layer that learns while it reads, [b, t, dim] -> [b, t, dim].
 
@@ -115,11 +63,14 @@ class NeuralMemory(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.rule, self.form = memory_rule(config.memory), config.memory.form
-        self.num_heads, self.dtype = config.num_heads, compute_dtype(config)
+        self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
         width = config.num_heads * config.head_dim
         self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
-        self.key = MemoryInput(config, unit_norm=True, rngs=rngs)
-        self.value = MemoryInput(config, unit_norm=False, rngs=rngs)
+        made = GATES[config.memory.preset].keys
+        copies = self.rule.algorithm.steps if made == "projected" else 1
+        projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
+        self.key = None if made == "complement" else projected(unit_norm=True)  # of gates, not of a projection
+        self.value = projected(unit_norm=False)
 
         keys = jax.random.split(rngs.params(), config.num_heads)
         start = jax.vmap(lambda key: memory.init_params(self.rule, key, config.head_dim))(keys)
@@ -128,10 +79,11 @@ class NeuralMemory(nnx.Module):
             axes = ("heads",) + (None,) * (value.ndim - 1)
             return nnx.Param(logical(lambda: value.astype(param_dtype(config)), *axes)())
 
-        self.start_weights = nnx.List([parameter(weight) for weight in start.pop("weights")])
+        weights = start.pop("weights")
+        self.start_weights = nnx.List([parameter(weight) for weight in weights] if self.rule.learned_start else [])
         self.slow = nnx.Dict({name: parameter(value) for name, value in start.items()})
 
-        self.gates = MemoryGates(config, len(self.start_weights), rngs=rngs)
+        self.gates = MemoryGates(config, self.rule, rngs=rngs)
         self.norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.output_gate = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.output_projection = projection(
@@ -176,21 +128,23 @@ class NeuralMemory(nnx.Module):
         The report holds retention, momentum, step_size (means over heads and matrices) and inner_loss (mean over
         heads), each [b, t], and weight_norm [b], the mean Frobenius norm of a head's weights at the end.
         """
-        features, tails = [], []
-        initial_tails = (None,) * 3 if start is None else start.tails
-        inputs = (self.query, self.key, self.value)
-        for module, tail, initial_tail in zip(inputs, state.tails, initial_tails, strict=True):
-            feature, tail = module(x, tail, documents, initial_tail)
-            features.append(feature)
-            tails.append(tail)
+        features, tails = {}, {}
+        for name, module in self.inputs().items():
+            initial_tail = None if start is None else start.tails[name]
+            features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
         resets = None
         if documents is not None:
             mask, resets = documents.mask, documents.starts
-        gates = self.gates(x, mask)
+        keys, values, gates = self.gates(x, features.get("key"), features["value"], mask)
         reads, after, surprise = self._memorize(
-            state.memory, *features, gates, resets, None if start is None else start.memory
+            state.memory, features["query"], keys, values, gates, resets, None if start is None else start.memory
         )
-        return reads, MemoryLayerState(after, tuple(tails)), _report(gates, surprise, after)
+        return reads, MemoryLayerState(after, tails), _report(gates, surprise, after)
+
+    def inputs(self) -> dict[str, MemoryInput]:
+        """The projections that a token goes through: query, key (where keys are projected) and value."""
+        found = {"query": self.query, "key": self.key, "value": self.value}
+        return {name: module for name, module in found.items() if module is not None}
 
     def retrieve(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
         """Read weights [b, h, ...] with queries [b, t, h, d] and change nothing: [b, t, h, d]."""
@@ -215,8 +169,9 @@ class NeuralMemory(nnx.Module):
         """
         params = self.params()
         first = jax.vmap(lambda params: memory.init_state(self.rule, params))(params)
-        history = (self.query.convolution.size - 1, self.query.projection.out_features)
-        state = MemoryLayerState(_replace(first, position=0), (jnp.zeros(history, self.dtype),) * 3)
+        shapes = {name: (x.convolution.size - 1, x.projection.out_features) for name, x in self.inputs().items()}
+        tails = {name: jnp.zeros(shape, self.dtype) for name, shape in shapes.items()}
+        state = MemoryLayerState(_replace(first, position=0), tails)
         if persistent is None:
             return state
         _, state, _ = self.memorize(persistent[None], broadcast(state, 1))
@@ -233,7 +188,11 @@ class NeuralMemory(nnx.Module):
     def params(self) -> memory.Params:
         """The memory's slow parameters, with a leading heads axis."""
         slow = {name: value[...] for name, value in self.slow.items()}
-        return {"weights": tuple(weight[...] for weight in self.start_weights), **slow}
+        if self.rule.learned_start:
+            return {"weights": tuple(weight[...] for weight in self.start_weights), **slow}
+        shapes = self.rule.shapes(self.head_dim)
+        dtype = wide_dtype(self.dtype)
+        return {"weights": tuple(jnp.zeros((self.num_heads, *shape), dtype) for shape in shapes), **slow}
 
     def _memorize(self, state, queries, keys, values, gates, resets, start):
         """`memory.memorize` for a batch of heads. Position is shared by all of them, so it travels beside the vmap."""
@@ -256,7 +215,7 @@ class NeuralMemory(nnx.Module):
             )
             return reads, _replace(state, position=None), surprise
 
-        gate_axes = memory.Gates(log_retention=1, log_momentum=1, step_size=1, mask=None)
+        gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, gates), mask=None)
         heads = jax.vmap(one, in_axes=(0, 0, 1, 1, 1, gate_axes, None, 0), out_axes=(1, 0, 1))
         rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0, 0, None))
         reads, after, surprise = rows(
@@ -270,7 +229,11 @@ class NeuralMemory(nnx.Module):
             None if start is None else _replace(start, position=None),
         )
         # Documents begin on the chunk grid, so the open chunk is as long in every row.
-        return reads, _replace(after, position=(position + time) % self.rule.chunk_size), surprise
+        return (
+            reads,
+            _replace(after, position=(position + time * self.rule.algorithm.steps) % self.rule.chunk_size),
+            surprise,
+        )
 
 
 def broadcast(state: Any, batch: int) -> Any:
@@ -287,6 +250,9 @@ def _report(gates: memory.Gates, surprise: memory.Surprise, state: memory.Memory
     if gates.log_momentum is not None:
         report["momentum"] = jnp.exp(gates.log_momentum)
     report = {name: jnp.mean(value, axis=(2, 3)) for name, value in report.items()}
+    for log_retention in (gates.log_key_retention, gates.log_value_retention):
+        if log_retention is not None:
+            report["retention"] *= jnp.mean(jnp.exp(log_retention), axis=(2, 3))
     report["inner_loss"] = jnp.mean(surprise.loss, axis=2)
     squares = sum(jnp.sum(jnp.square(weight), axis=(2, 3)) for weight in state.weights)
     return report | {"weight_norm": jnp.mean(jnp.sqrt(squares), axis=1)}

@@ -51,21 +51,25 @@ FORMS = {"recurrent": recurrent.memorize, "associative": associative.memorize, "
 
 
 def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
-    """Slow parameters of one head: {"weights": the learned start of each fast matrix [in, out], ...} float32.
+    """Slow parameters of one head: {"weights": the start of each carried matrix [in, out], ...} float32.
 
-    Start weights are normal with standard deviation 1/sqrt(in) (papers 1.3: fan-in); the last matrix is never zero, as
-    the norm behind it would then multiply gradients by 1/sqrt(epsilon) (papers 1.4).
+    Start weights are normal with standard deviation 1/sqrt(in) (papers 1.3: fan-in), or what the retention carries for
+    such weights; the last matrix is never zero, as the norm behind it would then multiply gradients by 1/sqrt(epsilon)
+    (papers 1.4). A rule without a learned start has zeros, which are no parameters.
     """
     if not isinstance(head_dim, int) or head_dim < 1:
         raise ValueError(f"head_dim is {head_dim!r}: it must be an integer of 1 or more, for example 64.")
-    shapes = rule.architecture.shapes(head_dim)
+    shapes = rule.shapes(head_dim)
+    slow = rule.algorithm.slow(rule.architecture, head_dim) | rule.retention.slow(shapes)
+    if not rule.learned_start:
+        return {"weights": tuple(jnp.zeros(shape, jnp.float32) for shape in shapes), **slow}
     keys = jax.random.split(key, len(shapes))
-    weights = tuple(jax.random.normal(k, s, jnp.float32) * s[0] ** -0.5 for k, s in zip(keys, shapes, strict=True))
-    return {"weights": weights, **rule.architecture.slow(head_dim)}
+    weights = (jax.random.normal(k, s, jnp.float32) * s[0] ** -0.5 for k, s in zip(keys, shapes, strict=True))
+    return {"weights": tuple(rule.retention.start(w) for w in weights), **slow}
 
 
 def init_state(rule: MemoryRule, params: Params) -> MemoryState:
-    """The state before the first token: the learned start weights, no momentum, an empty chunk."""
+    """The state before the first token: the start weights, no momentum, an empty chunk."""
     weights = tuple(w.astype(engine.state_dtype(w.dtype)) for w in params["weights"])
     momentum = tuple(jnp.zeros_like(w) for w in weights) if rule.algorithm.has_momentum else ()
     return MemoryState(weights, momentum, weights, 0)
@@ -105,22 +109,27 @@ def memorize(
     """
     check(rule, params, state, queries, keys, values, gates, form, resets)
     time, head_dim = queries.shape
+    dtype, steps = engine.state_dtype(queries.dtype), rule.algorithm.steps
     if time == 0:
-        empty = jnp.zeros((0,), engine.state_dtype(queries.dtype))
-        reads = jnp.zeros((0, head_dim), empty.dtype)
+        empty = jnp.zeros((0,), dtype)
+        reads = jnp.zeros((0, head_dim), dtype)
         return (reads, state, Surprise(empty, empty)) if return_surprise else (reads, state)
-    gates = engine.per_matrix(rule, gates, len(state.weights), engine.state_dtype(queries.dtype))
-    dtype = engine.state_dtype(queries.dtype)
+    if steps > 1:
+        queries, keys, values, gates, resets = engine.inner_steps(steps, queries, keys, values, gates, resets)
+    gates = engine.complete_gates(rule, gates, keys, len(state.weights), dtype)
     start, initial = engine.cast_state(state, dtype), None
     if resets is not None:
         initial = start_chunk(engine.cast_state(initial_state or init_state(rule, params), dtype))
     reads, state, surprise = FORMS[form](rule, params, start, queries, keys, values, gates, resets, initial)
+    if steps > 1:
+        reads = reads[steps - 1 :: steps]
+        surprise = jax.tree.map(lambda x: jnp.sum(x.reshape(time, steps), axis=1), surprise)
     return (reads, state, surprise) if return_surprise else (reads, state)
 
 
 def retrieve(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> jax.Array:
     """Read without updating: queries [..., head_dim] -> [..., head_dim] (papers 1.2, M*)."""
-    return engine.read(rule, params, state.weights, queries)
+    return engine.read(rule, params, engine.readable(rule, params, state), queries)
 
 
 def check(rule, params, state, queries, keys, values, gates, form, resets):
@@ -130,7 +139,8 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
     if queries.ndim != 2:
         raise ValueError(f"queries has shape {queries.shape}: one head takes [time, head_dim]; vmap over all else.")
     time, head_dim = queries.shape
-    expected = rule.architecture.shapes(head_dim)
+    steps = rule.algorithm.steps
+    expected = rule.shapes(head_dim)
     shapes = tuple(w.shape for w in params["weights"])
     if shapes != expected:
         raise ValueError(
@@ -142,21 +152,39 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
             f"state.momentum has {len(state.momentum)} matrices: {rule.algorithm} needs a state made by "
             "init_state(rule, params)."
         )
+    written = (time, head_dim) if steps == 1 else (time, steps, head_dim)
     for name, x in (("keys", keys), ("values", values)):
-        if x.shape != queries.shape or x.dtype != queries.dtype:
+        if x.shape != written or x.dtype != queries.dtype:
             raise ValueError(
-                f"{name} is {x.dtype}{list(x.shape)}: it must have the shape and dtype of queries, "
-                f"{queries.dtype}{list(queries.shape)}."
+                f"{name} is {x.dtype}{list(x.shape)}: it must be {queries.dtype}{list(written)}, the dtype of queries "
+                "and a row per token" + (" and inner step." if steps > 1 else ".")
             )
     if rule.algorithm.has_momentum and gates.log_momentum is None:
         raise ValueError(f"gates.log_momentum is None: {rule.algorithm} needs one value per token, shape ({time},).")
-    for name in ("log_retention", "log_momentum", "step_size"):
+    tokens, stepped, matrices = (time,), written[:-1], len(expected)
+    shapes = {
+        "log_retention": (tokens, (time, matrices)),
+        "log_momentum": (tokens, (time, matrices)),
+        "step_size": (stepped, (*stepped, matrices)),
+        "bias_gate": (stepped, written),
+        "log_key_retention": ((time, head_dim),),
+        "log_value_retention": ((time, head_dim),),
+        "key_step_size": (written,),
+        "value_step_size": (written,),
+    }
+    for name, allowed in shapes.items():
         x = getattr(gates, name)
-        if x is not None and x.shape not in ((time,), (time, len(expected))):
-            raise ValueError(
-                f"gates.{name} has shape {x.shape}: it must be ({time},) or ({time}, {len(expected)}), per token or "
-                "per token and fast matrix."
-            )
+        if x is not None and x.shape not in allowed:
+            raise ValueError(f"gates.{name} has shape {x.shape}: it must be {' or '.join(map(str, allowed))}.")
+    if gates.bias_gate is not None and not rule.bias.takes_gate:
+        raise ValueError(f"gates.bias_gate is given: {rule.bias} takes none; use None.")
+    if gates.log_momentum is not None and len(expected) == 1 and None not in (
+        gates.log_key_retention, gates.log_value_retention
+    ):  # fmt: skip
+        raise ValueError(
+            "gates.log_key_retention and gates.log_value_retention are both given for a linear memory with momentum: "
+            "use one of them, or gradient_descent()."
+        )
     for name, x in (("gates.mask", gates.mask), ("resets", resets)):
         if x is not None and (x.shape != (time,) or x.dtype != jnp.bool_):
             raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: it must be bool[{time}], one flag per token.")

@@ -18,7 +18,12 @@ NORM_EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Architecture(abc.ABC):
-    """A memory network of one head: `shapes` of its fast matrices in the order they are applied, and its `read`."""
+    """A memory network of one head: `shapes` of its fast matrices in the order they are applied, and its `read`.
+
+    normalized: a norm behind the last matrix takes out the mean, so positive weights suffice.
+    """
+
+    normalized = False
 
     @abc.abstractmethod
     def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
@@ -71,6 +76,12 @@ class Mlp(Architecture):
 @dataclasses.dataclass(frozen=True)
 class ResidualMlp(Mlp):
     """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (papers 1.4, 1.11-h)."""
+
+    normalized = True
+
+    normalized = True
+
+    normalized = True
 
     def read(self, linear, params, x):
         return x + layer_norm(super().read(linear, params, x), params["norm_scale"])

@@ -8,16 +8,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import engine
+from titans_jax.memory import engine, lag
 from titans_jax.memory.grid import memorize_blocks
 from titans_jax.memory.types import MemoryRule, MemoryState
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
     """Sequential over chunks; inside, a scan for momentum, a scan for retention, and one read per token."""
-    return memorize_blocks(
-        memorize_chunk, rule.chunk_size, rule, params, state, queries, keys, values, gates, resets, initial
-    )
+    block = lag.first_token(memorize_chunk) if rule.retention.lags else memorize_chunk
+    return memorize_blocks(block, rule.chunk_size, rule, params, state, queries, keys, values, gates, resets, initial)
 
 
 def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
@@ -26,35 +25,63 @@ def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: Memory
     if resets is not None:
         start = engine.select_state(resets[0], initial, start)
 
-    def inner_loss(weights, key, value):
-        return rule.bias(engine.read(rule, params, weights, key), engine.widen(value))
+    opened = rule.retention.weights(start.anchor, params)
 
-    gradients = jax.vmap(jax.grad(inner_loss), in_axes=(None, 0, 0))(start.anchor, keys, values)
-    _, _, surprise = engine.taps(rule, params, start.anchor, keys, values)
+    def inner_loss(weights, key, value, bias_gate):
+        def linear(i, x):
+            return engine.matmul(x, weights[i], key.dtype)
+
+        value = engine.widen(value)
+        return engine.inner_loss(rule, linear, params, key, value, bias_gate, jnp.zeros_like(value))
+
+    def gradient(key, value, gate):
+        return jax.grad(inner_loss)(engine.judged(rule, opened, gate), key, value, gate.bias_gate)
+
+    gradients = jax.vmap(gradient)(keys, values, gates)
+    anchor = engine.judged(rule, opened, jax.tree.map(lambda x: x[0], gates))  # differs from `opened` in chunks of one
+    _, _, surprise = engine.taps(rule, params, anchor, keys, values, gates)
     weights, momenta = [], []
-    for i, gradient in enumerate(gradients):
-        log_retention, log_momentum, step_size = (None if x is None else x[:, i] for x in gates.scalars())
+    for i, step in enumerate(gradients):
+        retention = jax.vmap(lambda gate: engine.retention_of(gate, i, len(gradients)))(gates)  # noqa: B023
+        step = -gates.step_size[:, i, None, None] * step
+        if i == 0 and gates.key_step_size is not None:
+            step *= gates.key_step_size[:, :, None]
+        if i == len(gradients) - 1 and gates.value_step_size is not None:
+            step *= gates.value_step_size[:, None, :]
         if gates.mask is not None:
-            log_retention = jnp.where(gates.mask, log_retention, 0)
-            step_size = jnp.where(gates.mask, step_size, 0)
-        steps = -step_size[:, None, None] * gradient
-        if log_momentum is not None:
-            if gates.mask is not None:
-                log_momentum = jnp.where(gates.mask, log_momentum, 0)
-            steps = linear_scan(log_momentum, steps, start.momentum[i])
-            momenta.append(steps[-1])
-        if gates.mask is not None:  # at padding the momentum is carried, and not added to the weights
-            steps = jnp.where(gates.mask[:, None, None], steps, 0)
-        weights.append(linear_scan(log_retention, steps, start.weights[i]))
-    reads = jax.vmap(lambda w, q: engine.read(rule, params, w, q))(tuple(weights), queries)
-    return (tuple(w[-1] for w in weights), tuple(momenta), start.anchor), reads, surprise
+            mask = gates.mask[:, None, None]
+            retention, step = jnp.where(mask, retention, 1), jnp.where(mask, step, 0)
+        if gates.log_momentum is not None:
+            momentum = jnp.exp(gates.log_momentum[:, i, None, None])
+            momentum = momentum if gates.mask is None else jnp.where(mask, momentum, 1)
+            step = linear_scan(momentum, step, start.momentum[i])
+            momenta.append(step[-1])
+            if gates.mask is not None:  # at padding the momentum is carried, and not added to the weights
+                step = jnp.where(mask, step, 0)
+        weights.append(linear_scan(retention, step, start.weights[i]))
+    return close_chunk(rule, params, start, tuple(weights), tuple(momenta), queries, gates.mask, surprise)
 
 
-def linear_scan(log_gate: jax.Array, steps: jax.Array, start: jax.Array) -> jax.Array:
-    """Y_t = g_t Y_{t-1} + X_t for all t from Y_0, by an associative scan; gates [time], steps [time, in, out]."""
+def close_chunk(rule, params, start: MemoryState, weights, momenta, queries, mask, surprise):
+    """The chunk's result, of every token's carried matrices."""
+    last = tuple(w[-1] for w in weights)
+
+    def read(carried, query):
+        at = MemoryState(carried, (), start.anchor, 0)
+        return engine.read(rule, params, engine.readable(rule, params, at), query)
+
+    reads = jax.vmap(read)(weights, queries)
+    if not rule.retention.linear:
+        last, reads = engine.close(rule, params, start, last, reads, queries, mask)
+    return (last, momenta, start.anchor), reads, surprise
+
+
+def linear_scan(gates: jax.Array, steps: jax.Array, start: jax.Array) -> jax.Array:
+    """Y_t = g_t Y_{t-1} + X_t for all t from Y_0, by an associative scan; gates [time, 1 or in, 1 or out], steps [time,
+    in, out]."""
 
     def compose(first, second):
         return first[0] * second[0], second[0] * first[1] + second[1]
 
-    products, sums = jax.lax.associative_scan(compose, (jnp.exp(log_gate)[:, None, None], steps))
+    products, sums = jax.lax.associative_scan(compose, (gates, steps))
     return products * start[None] + sums

@@ -1,47 +1,210 @@
-"""Attentional biases: the inner loss of one token (papers 3.3). Each is one function; the engine differentiates it."""
+"""Attentional biases: the inner loss of one token (papers 3.3). Each is one function; the engine differentiates it.
+
+A bias may take a number of every token with it, `Gates.bias_gate`: the threshold of the Huber losses, the shift of
+`value_shift`, the slope of `affine`. Its field is what counts where the gate is None.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import optax
+
+EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionalBias(abc.ABC):
     """The inner loss of one token.
 
-    `cotangent_slope` is s where the loss's cotangent is s * read - value, the case in which a linear memory's gradient
-    has a closed form over a whole block of tokens (design 3.2); None for every other bias.
+    affine: the cotangent is slope(gate) * read - value, the case in which a linear memory's gradient has a closed form
+    over a whole block of tokens (design 3.2).
     """
 
-    cotangent_slope = None
+    affine = False
+    takes_gate = False
 
     @abc.abstractmethod
-    def __call__(self, read: jax.Array, value: jax.Array) -> jax.Array:
-        """read, value [..., head_dim] -> losses [...]."""
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """read, value [..., head_dim], gate [..., 1] or [..., head_dim] -> losses [...]."""
+
+    def slope(self, gate: jax.Array | None):
+        """The factor of the read in the cotangent of an affine bias: a float, or [..., 1]."""
+        raise NotImplementedError(f"{self} is not affine.")
 
 
 @dataclasses.dataclass(frozen=True)
 class L2(AttentionalBias):
     """1/2 ||read - value||^2 (Titans eq 12 with the factor of its appendix C); cotangent read - value."""
 
-    cotangent_slope = 1.0
+    affine = True
 
-    def __call__(self, read, value):
+    def __call__(self, read, value, gate=None):
         return 0.5 * jnp.sum(jnp.square(read - value), axis=-1)
+
+    def slope(self, gate):
+        return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DotProduct(AttentionalBias):
     """-<read, value>, the Hebbian bias of linear attention (papers 3.3); cotangent -value."""
 
-    cotangent_slope = 0.0
+    affine = True
 
-    def __call__(self, read, value):
+    def __call__(self, read, value, gate=None):
         return -jnp.sum(read * value, axis=-1)
 
+    def slope(self, gate):
+        return 0.0
 
-l2, dot_product = L2, DotProduct
+
+@dataclasses.dataclass(frozen=True)
+class Affine(AttentionalBias):
+    """1/2 s ||read||^2 - <read, value>, s the token's gate: s = 1 corrects as L2, s = 0 adds as the dot product.
+
+    RWKV-7 erases with one and writes with the other (papers 3.2).
+    """
+
+    affine = True
+    takes_gate = True
+
+    def __call__(self, read, value, gate=None):
+        return jnp.sum(0.5 * self.slope(gate) * jnp.square(read) - read * value, axis=-1)
+
+    def slope(self, gate):
+        return 1.0 if gate is None else gate
+
+
+@dataclasses.dataclass(frozen=True)
+class Lp(AttentionalBias):
+    """||read - value||_p^p, p >= 1 (Miras eq 10-11), with the smooth sign and absolute value of its remark 5.
+
+    cotangent p tanh(sharpness r) (r^2 + epsilon)^((p-1)/2); for even p the polynomial p r^(p-1), as it is.
+    """
+
+    p: float = 3.0
+    sharpness: float = 50.0
+    epsilon: float = EPSILON
+
+    def __post_init__(self):
+        if not self.p >= 1:
+            raise ValueError(f"p is {self.p!r}: the L_p bias needs p of 1 or more, for example 3.")
+        for field in ("sharpness", "epsilon"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field} is {getattr(self, field)!r}: it must be above 0, for example 1e-6.")
+
+    def __call__(self, read, value, gate=None):
+        residual = read - value
+        if self.p % 2 == 0:
+            return jnp.sum(residual ** int(self.p), axis=-1)
+        return jnp.sum(smooth_power(self.p, self.sharpness, self.epsilon, residual), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Huber(AttentionalBias):
+    """Huber's loss of every coordinate (Miras eq 13-14); cotangent clip(read - value, -delta, delta)."""
+
+    delta: float = 1.0
+    takes_gate = True
+
+    def __post_init__(self):
+        check_positive("delta", self.delta)
+
+    def __call__(self, read, value, gate=None):
+        return jnp.sum(optax.losses.huber_loss(read, value, delta=self.delta if gate is None else gate), axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class HuberNorm(AttentionalBias):
+    """Huber's loss of ||read - value|| (Miras eq 15); cotangent r min(1, delta / ||r||). The gate is [..., 1]."""
+
+    delta: float = 1.0
+    takes_gate = True
+
+    def __post_init__(self):
+        check_positive("delta", self.delta)
+
+    def __call__(self, read, value, gate=None):
+        delta = self.delta if gate is None else gate[..., 0]
+        return optax.losses.huber_loss(safe_norm(read - value), delta=delta)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture(AttentionalBias):
+    """Miras eq 16, literally: ||r||^2 while ||r|| <= delta, delta ||r||_1 beyond; the cotangent jumps at the switch."""
+
+    delta: float = 1.0
+    sharpness: float = 50.0
+    takes_gate = True
+
+    def __post_init__(self):
+        check_positive("delta", self.delta)
+        check_positive("sharpness", self.sharpness)
+
+    def __call__(self, read, value, gate=None):
+        residual, delta = read - value, self.delta if gate is None else gate[..., 0]
+        far = delta * jnp.sum(smooth_power(1.0, self.sharpness, EPSILON, residual), axis=-1)
+        return jnp.where(safe_norm(residual) <= delta, jnp.sum(jnp.square(residual), axis=-1), far)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueShift(AttentionalBias):
+    """max over ||shift|| <= delta of 1/2 ||r - shift||^2 = 1/2 (||r|| + delta)^2 (Miras eq 17); delta >= 0, learnable
+    through the gate. Cotangent r + delta r / ||r||."""
+
+    delta: float = 1.0
+    takes_gate = True
+
+    def __post_init__(self):
+        if not self.delta >= 0:
+            raise ValueError(f"delta is {self.delta!r}: the largest shift of a value must be 0 or more, for example 1.")
+
+    def __call__(self, read, value, gate=None):
+        delta = self.delta if gate is None else gate[..., 0]
+        return 0.5 * jnp.square(safe_norm(read - value) + delta)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def smooth_power(p: float, sharpness: float, epsilon: float, r: jax.Array) -> jax.Array:
+    """(r^2 + epsilon)^(p/2), whose derivative is declared to be p tanh(sharpness r) (r^2 + epsilon)^((p-1)/2)."""
+    return (jnp.square(r) + epsilon) ** (p / 2)
+
+
+@smooth_power.defjvp
+def smooth_power_jvp(p, sharpness, epsilon, primals, tangents):
+    (r,), (dr,) = primals, tangents
+    slope = p * jnp.tanh(sharpness * r) * (jnp.square(r) + epsilon) ** ((p - 1) / 2)
+    return smooth_power(p, sharpness, epsilon, r), slope * dr
+
+
+def safe_norm(r: jax.Array) -> jax.Array:
+    """||r|| over the last axis, with gradient 0 at 0."""
+    squares = jnp.sum(jnp.square(r), axis=-1)
+    zero = squares == 0
+    return jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, squares)))
+
+
+def check_positive(field: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{field} is {value!r}: it must be above 0, for example 1.")
+
+
+def value_less(sharpness: float = 50.0, epsilon: float = EPSILON) -> Lp:
+    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value."""
+    return Lp(1.0, sharpness, epsilon)
+
+
+l2, dot_product, affine, lp, huber, huber_norm, mixture, value_shift = (
+    L2, DotProduct, Affine, Lp, Huber, HuberNorm, Mixture, ValueShift
+)  # fmt: skip
+
+BIASES = {
+    "l2": l2, "dot_product": dot_product, "lp": lp, "value_less": value_less, "huber": huber, "huber_norm": huber_norm,
+    "mixture": mixture, "value_shift": value_shift,
+}  # fmt: skip
+"""Biases by name; `affine` is RWKV-7's own."""

@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import jax
 
-from titans_jax.memory import engine, linear_block
+from titans_jax.memory import engine, gated_block, lag, linear_block, weighing
 from titans_jax.memory.coefficients import of_chunks
 from titans_jax.memory.grid import memorize_blocks
 from titans_jax.memory.types import MemoryRule, MemoryState
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
-    """Sequential over chunks, parallel inside; a linear memory takes the exact triangular-solve path."""
+    """Sequential over chunks, parallel inside; a linear memory takes an exact triangular-solve path where one is."""
     arguments = (rule, params, state, queries, keys, values, gates, resets, initial)
-    if linear_block.runs(rule):
+    if linear_block.runs(rule, gates):
         return memorize_blocks(linear_block.memorize, linear_block.block_size(rule), *arguments, prepare=of_chunks)
-    # A reset replaces a chunk's start state as a whole, so the chunk's coefficients do not see it.
-    return memorize_blocks(
-        memorize_chunk, rule.chunk_size, *arguments, prepare=lambda gates, resets: of_chunks(gates, None)
-    )
+    if gated_block.runs(rule, gates):
+        return memorize_blocks(gated_block.memorize, linear_block.block_size(rule), *arguments)
+    if rule.retention.lags:
+        return memorize_blocks(lag.first_token(memorize_chunk), rule.chunk_size, *arguments)
+    return memorize_blocks(memorize_chunk, rule.chunk_size, *arguments, prepare=weighing.of_blocks)
 
 
 def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
     """One chunk: ((weights, momentum, anchor), reads, surprise) from its start state (papers 1.6.3-1.6.4)."""
-    queries, keys, values, _, resets, scales = inputs
+    queries, keys, values, gates, resets, weighings = inputs
     if resets is not None:
         start = engine.select_state(resets[0], initial, start)
-    operand_dtype = keys.dtype
-    inner, deltas, surprise = engine.taps(rule, params, start.anchor, keys, values)
+    operand_dtype, retention = keys.dtype, rule.retention
+    anchor = retention.weights(start.anchor, params)
+    # Only a chunk of one token may decay first.
+    judged = engine.judged(rule, anchor, jax.tree.map(lambda x: x[0], gates))
+    inner, deltas, surprise = engine.taps(rule, params, judged, keys, values, gates)
     momenta = start.momentum or (None,) * len(start.weights)
-    scales = [jax.tree.map(lambda leaf: leaf[i], scales) for i in range(len(start.weights))]  # noqa: B023
+    slopes = retention.slope(start.anchor, params)
 
     def fast_linear(i, x):
-        c = scales[i]
-        past = engine.matmul(x, inner[i].T, operand_dtype) * c.G
-        out = c.beta[:, None] * engine.matmul(x, start.weights[i], operand_dtype)
-        if momenta[i] is not None:
-            out += c.f[:, None] * engine.matmul(x, momenta[i], operand_dtype)
-        return out + engine.matmul(past, deltas[i], operand_dtype)
+        moved = weighings[i].read(x, start.weights[i], momenta[i], inner[i], deltas[i], operand_dtype)
+        if retention.linear:
+            return moved
+        if retention.homogeneous:
+            return slopes[i] * moved
+        return engine.matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
 
-    reads = rule.architecture.read(fast_linear, params, engine.widen(queries))
-
-    weights, momentum = [], []
-    for c, w, s, x, delta in zip(scales, start.weights, momenta, inner, deltas, strict=True):
-        moved = c.beta[-1] * w + engine.matmul(x.T, c.G[-1][:, None] * delta, operand_dtype)
-        if s is not None:
-            moved += c.f[-1] * s
-            momentum.append(c.p[-1] * s + engine.matmul(x.T, c.N[:, None] * delta, operand_dtype))
-        weights.append(moved)
-    return (tuple(weights), tuple(momentum), start.anchor), reads, surprise
+    reads = rule.algorithm.read(rule.architecture, fast_linear, params, engine.widen(queries))
+    ends = zip(weighings, start.weights, momenta, inner, deltas, strict=True)
+    carried, momentum = zip(*(w.carry(*matrices, operand_dtype) for w, *matrices in ends), strict=True)
+    if not retention.linear:
+        carried, reads = engine.close(rule, params, start, carried, reads, queries, gates.mask)
+    return (carried, momentum if start.momentum else (), start.anchor), reads, surprise

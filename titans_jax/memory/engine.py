@@ -24,21 +24,45 @@ def state_dtype(dtype) -> jnp.dtype:
 
 def read(rule: MemoryRule, params, weights, queries: jax.Array) -> jax.Array:
     """M(queries) at the given weights, in the state's dtype; queries [..., head_dim] also give the operand dtype."""
-    return rule.architecture.read(lambda i, x: matmul(x, weights[i], queries.dtype), params, widen(queries))
+
+    def linear(i, x):
+        return matmul(x, weights[i], queries.dtype)
+
+    return rule.algorithm.read(rule.architecture, linear, params, widen(queries))
+
+
+def readable(rule: MemoryRule, params, state: MemoryState) -> tuple[jax.Array, ...]:
+    """The fast weights that a read at this state sees: those of the chunk's start, moved along (see `retentions`)."""
+    if rule.retention.linear:
+        return state.weights
+    opened = rule.retention.weights(state.anchor, params)
+    slopes = rule.retention.slope(state.anchor, params)
+    parts = zip(opened, slopes, state.weights, state.anchor, strict=True)
+    return tuple(w + slope * (carried - anchor) for w, slope, carried, anchor in parts)
+
+
+def close(rule: MemoryRule, params, start: MemoryState, carried, reads, queries, mask):
+    """What a chunk passes on and its reads, of the linear end state: if its last slot holds a token, the chunk is over,
+    and that token reads what `Retention.close` makes of it."""
+    over = True if mask is None else mask[-1]
+    closed = rule.retention.close(carried, start.anchor, params)
+    last = read(rule, params, rule.retention.weights(closed, params), queries[-1])
+    carried = tuple(jnp.where(over, new, old) for new, old in zip(closed, carried, strict=True))
+    return carried, reads.at[-1].set(jnp.where(over, last, reads[-1]))
 
 
 def widen(x: jax.Array) -> jax.Array:
     return x.astype(state_dtype(x.dtype))
 
 
-def taps(rule: MemoryRule, params, anchor, keys, values):
+def taps(rule: MemoryRule, params, anchor, keys, values, gates: Gates):
     """Every token's rank-one gradient at the anchor, x_i^T delta_i per fast matrix, and its surprise (design 3.1).
 
     Zero taps are added to the output of each fast matrix; the gradient of the summed bias with respect to them is every
     token's output cotangent delta_i [tokens, out_i] at once, and the inputs x_i [tokens, in_i] are recorded on the way.
+    Channel-wise step sizes of `gates` are in x_0 and in the last delta.
     """
     values = widen(values)
-    head_dim = values.shape[-1]
     tokens = keys.shape[:-1]
     zeros = tuple(jnp.zeros((*tokens, w.shape[-1]), values.dtype) for w in anchor)
 
@@ -49,29 +73,93 @@ def taps(rule: MemoryRule, params, anchor, keys, values):
             inputs[i] = x
             return matmul(x, anchor[i], keys.dtype) + tap[i]
 
-        output = rule.architecture.read(linear, params, widen(keys)) + read_tap
-        losses = rule.bias(output, values)
+        losses = inner_loss(rule, linear, params, keys, values, gates.bias_gate, read_tap)
         return jnp.sum(losses), (tuple(inputs), losses)
 
     grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    (deltas, cotangent), (inputs, losses) = grad(zeros, jnp.zeros((*tokens, head_dim), values.dtype))
+    (deltas, cotangent), (inputs, losses) = grad(zeros, jnp.zeros(values.shape, values.dtype))
     # A measurement, not a path for gradients: the norm has none at 0, which is where a learned token stands.
     losses, cotangent = jax.lax.stop_gradient((losses, cotangent))
+    if gates.key_step_size is not None:
+        inputs = (inputs[0] * gates.key_step_size, *inputs[1:])
+    if gates.value_step_size is not None:
+        deltas = (*deltas[:-1], deltas[-1] * gates.value_step_size)
     return inputs, deltas, Surprise(losses, jnp.linalg.norm(cotangent, axis=-1))
 
 
-def per_matrix(rule: MemoryRule, gates: Gates, matrices: int, dtype) -> Gates:
-    """Gates with every leaf [time, matrices] in the state's dtype; momentum only where the algorithm has it."""
+def inner_loss(rule: MemoryRule, linear, params, keys, values, bias_gate, tap):
+    """The losses [...] whose gradients are written, with `tap` added to the read that is judged."""
+    return rule.algorithm.inner_loss(rule.architecture, rule.bias, linear, params, widen(keys), values, bias_gate, tap)
 
-    def full(x):
-        return (
-            None
-            if x is None
-            else jnp.broadcast_to(x.astype(dtype)[:, None] if x.ndim == 1 else x.astype(dtype), (x.shape[0], matrices))
-        )
 
-    momentum = gates.log_momentum if rule.algorithm.has_momentum else None
-    return Gates(full(gates.log_retention), full(momentum), full(gates.step_size), gates.mask)
+def retention_of(gate: Gates, i: int, matrices: int) -> jax.Array:
+    """One token's retention of matrix i, [1 or in, 1 or out]; gate leaves are of one token."""
+    kept = jnp.exp(gate.log_retention[i])[None, None]
+    if i == 0 and gate.log_key_retention is not None:
+        kept = kept * jnp.exp(gate.log_key_retention)[:, None]
+    if i == matrices - 1 and gate.log_value_retention is not None:
+        kept = kept * jnp.exp(gate.log_value_retention)[None, :]
+    return kept
+
+
+def one_token(gate: Gates) -> Gates:
+    """A token's own gates with the time axis that `taps` expects."""
+    return jax.tree.map(lambda x: x[None], gate)
+
+
+def judged(rule: MemoryRule, anchor, gate: Gates):
+    """The matrices at which a token's gradient is taken: the anchor, or what its own retention leaves of it."""
+    if not rule.algorithm.decay_first:
+        return anchor
+    return tuple(retention_of(gate, i, len(anchor)) * w for i, w in enumerate(anchor))
+
+
+def complete_gates(rule: MemoryRule, gates: Gates, keys: jax.Array, matrices: int, dtype) -> Gates:
+    """Gates in the state's dtype: scalars [time, matrices], momentum only where the algorithm has it, the bias's own
+    [time, 1 or head_dim], and the algorithm's step size."""
+
+    def full(x, width):
+        if x is None:
+            return None
+        x = x.astype(dtype)[:, None] if x.ndim == 1 else x.astype(dtype)
+        return jnp.broadcast_to(x, (x.shape[0], max(width, x.shape[1])))
+
+    step_size = rule.algorithm.step_size(full(gates.step_size, matrices), widen(keys))
+    cast = {
+        name: full(getattr(gates, name), 1)
+        for name in ("bias_gate", "log_key_retention", "log_value_retention", "key_step_size", "value_step_size")
+    }
+    momentum = full(gates.log_momentum, matrices) if rule.algorithm.has_momentum else None
+    return Gates(full(gates.log_retention, matrices), momentum, step_size, gates.mask, **cast)
+
+
+def inner_steps(steps: int, queries, keys, values, gates: Gates, resets):
+    """Tokens of several inner steps as a longer sequence of single steps; the last of a token's is its read."""
+
+    def flat(x):
+        return None if x is None else x.reshape(-1, *x.shape[2:])
+
+    def every(x):
+        return None if x is None else jnp.repeat(x, steps, axis=0)
+
+    def first(x):  # acts once, with the token's first step
+        if x is None:
+            return None
+        rest = jnp.zeros((x.shape[0], steps - 1, *x.shape[1:]), x.dtype)
+        return flat(jnp.concatenate([x[:, None], rest], axis=1))
+
+    gates = Gates(
+        first(gates.log_retention),
+        None,
+        flat(gates.step_size),
+        every(gates.mask),
+        flat(gates.bias_gate),
+        first(gates.log_key_retention),
+        first(gates.log_value_retention),
+        flat(gates.key_step_size),
+        flat(gates.value_step_size),
+    )
+    return every(queries), flat(keys), flat(values), gates, first(resets)
 
 
 def select_state(condition, when_true: MemoryState, when_false: MemoryState) -> MemoryState:

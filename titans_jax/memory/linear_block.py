@@ -15,16 +15,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import architectures, engine
-from titans_jax.memory.types import MemoryRule, MemoryState, Surprise
+from titans_jax.memory import algorithms, architectures, biases, engine
+from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 TOKENS_PER_BLOCK = 64
 SOLVE_ROWS = 16
 
 
-def runs(rule: MemoryRule) -> bool:
-    """Whether this path is the rule: a linear memory whose bias has a linear cotangent."""
-    return isinstance(rule.architecture, architectures.Linear) and rule.bias.cotangent_slope is not None
+def runs(rule: MemoryRule, gates: Gates) -> bool:
+    """Whether this path is the rule: a plain linear memory with scalar gates whose bias has a linear cotangent."""
+    plain = isinstance(rule.architecture, architectures.Linear) and rule.retention.linear
+    plain = plain and isinstance(rule.bias, biases.L2 | biases.DotProduct) and not rule.algorithm.decay_first
+    return plain and not isinstance(rule.algorithm, algorithms.LeastSquares) and not gates.channel_wise
 
 
 def block_size(rule: MemoryRule) -> int:
@@ -35,7 +37,7 @@ def block_size(rule: MemoryRule) -> int:
 def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
     """One block: ((weights, momentum, open chunk's start), reads, surprise) from its start state."""
     queries, keys, values, gates, resets, scales = inputs
-    chunk_size, operand_dtype, slope = rule.chunk_size, keys.dtype, rule.bias.cotangent_slope
+    chunk_size, operand_dtype, slope = rule.chunk_size, keys.dtype, rule.bias.slope(None)
     c = jax.tree.map(lambda leaf: leaf[0], scales)
     sources, weights_scales, momentum_scales = terms(c, start, initial)
     fresh = None if resets is None else jnp.repeat(resets[::chunk_size], chunk_size)

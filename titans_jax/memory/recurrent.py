@@ -23,23 +23,34 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         if gate.mask is not None:
             written = engine.select_state(gate.mask, written, state)
             surprise = jax.tree.map(lambda x: jnp.where(gate.mask, x, 0), surprise)
-        return written, (engine.read(rule, params, written.weights, query), surprise)
+        return written, (engine.read(rule, params, engine.readable(rule, params, written), query), surprise)
 
     state, (reads, surprise) = jax.lax.scan(token, state, (queries, keys, values, gates, resets))
     return reads, state, jax.tree.map(lambda x: x[:, 0], surprise)
 
 
 def write(rule: MemoryRule, params, state: MemoryState, key, value, gate: Gates):
-    """The state after one token (key, value [1, head_dim], gate leaves [matrices]) and its surprise."""
-    inputs, deltas, surprise = engine.taps(rule, params, state.anchor, key, value)
+    """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise."""
+    matrices = len(state.weights)
+    anchor = engine.judged(rule, rule.retention.weights(state.anchor, params), gate)
+    row = engine.one_token(gate)
+    inputs, deltas, surprise = engine.taps(rule, params, anchor, key, value, row)
+    lagging = rule.retention.lags & (state.position == 0)
     weights, momentum = [], []
     for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
         step = -gate.step_size[i] * engine.matmul(x.T, delta, key.dtype)
         if rule.algorithm.has_momentum:
             step = jnp.exp(gate.log_momentum[i]) * state.momentum[i] + step
             momentum.append(step)
-        weights.append(jnp.exp(gate.log_retention[i]) * state.weights[i] + step)
+        retention = engine.retention_of(gate, i, matrices)
+        weight = retention * state.weights[i] + step
+        if rule.retention.lags:
+            weight = jnp.where(lagging, rule.retention.first(state.weights[i], retention, step, i, params), weight)
+        weights.append(weight)
     position = state.position + 1
     closed = position == rule.chunk_size
-    anchor = tuple(jnp.where(closed, w, a) for w, a in zip(weights, state.anchor, strict=True))
+    if not rule.retention.linear:
+        after = rule.retention.close(tuple(weights), state.anchor, params)
+        weights = [jnp.where(closed, new, w) for new, w in zip(after, weights, strict=True)]
+    anchor = tuple(jnp.where(closed | lagging, w, a) for w, a in zip(weights, state.anchor, strict=True))
     return MemoryState(tuple(weights), tuple(momentum), anchor, jnp.where(closed, 0, position)), surprise

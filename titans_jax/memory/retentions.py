@@ -1,18 +1,318 @@
-"""Retention gates: how much of the memory survives a token (papers 3.4)."""
+"""Retention gates: what is carried from token to token, and how the weights that are read follow from it (papers 3.4).
+
+Every gate of Miras carries matrices A (an accumulator, logits, or the weights themselves) that evolve linearly inside a
+chunk, A_t = alpha_t A_{t-1} + S_t, which is what the parallel forms need. What is not linear is done once a chunk:
+
+    inside a chunk that began at A_0     W_t = weights(A_0) + slope(A_0) (A_t - A_0)      (a scalar slope per matrix)
+    after its last token                 A_0 <- close(A_t, A_0), so that token reads weights(A_0)
+
+With chunk_size 1 this is the paper's rule at every token. `decay` is linear throughout: weights(A) = A.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+EPSILON = 1e-6
+Matrices = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """How the carried weights lose their past before a step is added."""
+    """How the carried matrices [in, out] lose their past, and what is read of them.
+
+    linear: weights(A) = A and nothing happens at a chunk's end. homogeneous: weights(A) = slope(A) A.
+    positive: the weights cannot be negative, so the memory must be one that does not need it. lags: a chunk's first
+    token takes a step of its own, `first`, after which its anchor is (see `lag`).
+    """
+
+    linear = False
+    homogeneous = False
+    positive = False
+    lags = False
+
+    def start(self, weights: jax.Array) -> jax.Array:
+        """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
+        return weights
+
+    def weights(self, carried: Matrices, params: dict) -> Matrices:
+        """What is read, of matrices at a chunk's start."""
+        return carried
+
+    def slope(self, carried: Matrices, params: dict) -> tuple[jax.Array | float, ...]:
+        """d weights / d carried, one scalar per matrix: the mean of its diagonal where that is not constant."""
+        return (1.0,) * len(carried)
+
+    def close(self, carried: Matrices, opened: Matrices, params: dict) -> Matrices:
+        """What is carried on after a chunk that began at `opened`."""
+        return carried
+
+    def slow(self, shapes: tuple[tuple[int, int], ...]) -> dict[str, jax.Array]:
+        """Start values of slow parameters."""
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Decay(Retention):
     """W_t = (1 - alpha_t) W_{t-1} + S_t: the local L2 retention of Titans (eq 13) and Yaad."""
 
+    linear = True
 
-decay = Decay
+
+@dataclasses.dataclass(frozen=True)
+class ElasticNet(Retention):
+    """W_t = S_threshold(alpha_t W_{t-1} + S_t) (Miras eq 22): alpha forgets softly, the threshold hard.
+
+    Inside a chunk W is linear; the threshold is applied once, at its end. smooth: "exact" soft threshold; "arctan", the
+    paper's |z| arctan(z / threshold) 2 / pi, which shrinks by 2/pi of the threshold; "tanh", z - threshold tanh(z /
+    threshold), which shrinks by all of it.
+    """
+
+    threshold: float = 1e-4
+    smooth: Literal["exact", "arctan", "tanh"] = "exact"
+
+    def __post_init__(self):
+        check_threshold(self.threshold, self.smooth)
+
+    def close(self, carried, opened, params):
+        return tuple(shrink(z, self.threshold, self.smooth) for z in carried)
+
+
+@dataclasses.dataclass(frozen=True)
+class FtrlElasticNet(Retention):
+    """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but not forgotten."""
+
+    threshold: float = 1e-4
+    smooth: Literal["exact", "arctan", "tanh"] = "exact"
+
+    def __post_init__(self):
+        check_threshold(self.threshold, self.smooth)
+
+    def weights(self, carried, params):
+        return tuple(shrink(z, self.threshold, self.smooth) for z in carried)
+
+
+@dataclasses.dataclass(frozen=True)
+class NormPower(Retention):
+    """A_t = alpha_t A_{t-1} + S_t, W_t = A_t / (||A_t||_q + epsilon)^(q-2), per matrix (Miras eq 24, Moneta: q = 4).
+
+    Inside a chunk the scale is that of the chunk's start. ||W||_q = ||A||_q^(3-q): q = 3 has the norm 1 whatever A is,
+    so no A gives the weights a memory must start from, and is refused. A matrix that is exactly 0 stays finite.
+    """
+
+    q: float = 4.0
+    homogeneous = True
+
+    def __post_init__(self):
+        if not self.q >= 1 or self.q == 3:
+            raise ValueError(
+                f"q is {self.q!r}: it must be 1 or more and not 3, where the norm of W is 1, for example 4."
+            )
+
+    def start(self, weights):
+        return weights * norm(weights, self.q) ** ((self.q - 2) / (3 - self.q))
+
+    def slope(self, carried, params):
+        return tuple((norm(a, self.q) + EPSILON) ** (2 - self.q) for a in carried)
+
+    def weights(self, carried, params):
+        return tuple(s * a for s, a in zip(self.slope(carried, params), carried, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lq(Retention):
+    """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / ||A||_p^(p-2), p = q / (q-1), 1 < q <= 2 (papers
+    3.4 V4, the exact minimiser; the form printed in the paper is `norm_power(p)`, the same at q = 2)."""
+
+    q: float = 1.5
+
+    def __post_init__(self):
+        if not 1 < self.q <= 2:
+            raise ValueError(f"q is {self.q!r}: the mirror map of L_q needs 1 < q <= 2, for example 1.5.")
+
+    @property
+    def p(self) -> float:
+        """The dual exponent."""
+        return self.q / (self.q - 1)
+
+    def start(self, weights):
+        size = jnp.maximum(jnp.abs(weights), EPSILON) ** (self.q - 1)
+        return jnp.sign(weights) * size * norm(weights, self.q) ** (2 - self.q) / (self.q - 1)
+
+    def weights(self, carried, params):
+        powers = (jnp.sign(a) * jnp.abs(a) ** (self.p - 1) for a in carried)
+        return tuple(
+            (self.q - 1) * x * (norm(a, self.p) + EPSILON) ** (2 - self.p) for x, a in zip(powers, carried, strict=True)
+        )
+
+    def slope(self, carried, params):
+        return tuple(
+            jnp.mean(jnp.abs(a) ** (self.p - 2)) * (norm(a, self.p) + EPSILON) ** (2 - self.p) for a in carried
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class KullbackLeibler(Retention):
+    """Z_t = alpha_t Z_{t-1} + S_t, W_t = c Softmax(Z_t) (Miras eq 21 and 27, Memora; papers 3.5 on carrying logits).
+
+    The softmax runs over the inputs of a matrix, so each output unit is a convex combination, scaled by a learned c per
+    matrix ("simplex_size"), which starts at `size` (None: the root of the number of inputs). Equal to eq 27 as long as
+    alpha is constant inside each slice.
+    """
+
+    size: float | None = None
+    positive = True
+
+    def __post_init__(self):
+        check_size(self.size)
+
+    def start(self, weights):
+        return weights * weights.shape[0] ** 0.5
+
+    def weights(self, carried, params):
+        return tuple(c * jax.nn.softmax(z, axis=0) for z, c in zip(carried, params["simplex_size"], strict=True))
+
+    def slope(self, carried, params):
+        shares = (jax.nn.softmax(z, axis=0) for z in carried)
+        return tuple(c * jnp.mean(w * (1 - w)) for w, c in zip(shares, params["simplex_size"], strict=True))
+
+    def slow(self, shapes):
+        return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
+
+
+@dataclasses.dataclass(frozen=True)
+class LaggedKullbackLeibler(KullbackLeibler):
+    """Memora with a lag token (Miras eq 30-32): W_1 = c Softmax(alpha_1 log W_0 + S_1) for the first token of a chunk,
+    and W_t = alpha_t W_{t-1} + S_t, with gradients at W_1, for the others; weights below epsilon count as epsilon in
+    the logarithm, since the linear steps can leave any sign."""
+
+    homogeneous = True
+    lags = True
+
+    def start(self, weights):
+        return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(super().start(weights), axis=0)
+
+    def weights(self, carried, params):
+        return carried
+
+    def slope(self, carried, params):
+        return (1.0,) * len(carried)
+
+    def first(self, carried: jax.Array, retention: jax.Array, step: jax.Array, i: int, params: dict) -> jax.Array:
+        """W_1 of matrix i, of W_0, the token's retention and its step."""
+        size = params["simplex_size"].astype(carried.dtype)[i]
+        return size * jax.nn.softmax(retention * jnp.log(jnp.maximum(carried, EPSILON)) + step, axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FDivergence(Retention):
+    """W_t = W_{t-1} * g(S_t - zeta_t), zeta_t such that every output unit's weights keep their sum (Miras eq 18).
+
+    g: any increasing positive function, (f')^-1 of the divergence; `jnp.exp` is Kullback-Leibler. It must be a function
+    of one argument that jax can trace. Inside a chunk W drifts linearly; the multiplicative step of the whole chunk is
+    taken at its end, on what the carried matrix moved: with alpha = 1 that is the sum of its steps.
+    """
+
+    g: Callable[[jax.Array], jax.Array] = jnp.exp
+    size: float | None = None
+    positive = True
+
+    def __post_init__(self):
+        check_size(self.size)
+
+    def start(self, weights):
+        return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(weights * weights.shape[0] ** 0.5, axis=0)
+
+    def slope(self, carried, params):
+        return tuple(jnp.mean(w) for w in carried)
+
+    def close(self, carried, opened, params):
+        return tuple(self.step(a, w) for a, w in zip(carried, opened, strict=True))
+
+    def step(self, carried: jax.Array, opened: jax.Array) -> jax.Array:
+        """One multiplicative step per column, by bisection and one Newton step, which also carries the gradient."""
+        moved, total = carried - opened, jnp.sum(opened, axis=0)
+
+        def excess(zeta):
+            return jnp.sum(opened * self.g(moved - zeta), axis=0) - total
+
+        # g(unit) = 1 is found on a wide bracket; then zeta lies where no entry, and where every entry, would shrink.
+        unit = bisect(lambda x: self.g(-x) - 1, jnp.full_like(total, -50), jnp.full_like(total, 50))
+        low, high = jnp.min(moved, axis=0) + unit, jnp.max(moved, axis=0) + unit
+        zeta = jax.lax.stop_gradient(bisect(excess, low, high))
+        value, change = jax.jvp(excess, (zeta,), (jnp.ones_like(zeta),))
+        return opened * self.g(moved - (zeta - value / jax.lax.stop_gradient(change)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BregmanLogit(Retention):
+    """Z_t = alpha_t Z_{t-1} + S_t, W_t = sigmoid(Z_t): Bregman retention with f' = logit (papers 3.4 V5); logits are
+    carried, so a saturated weight has no logarithm to lose."""
+
+    positive = True
+
+    def start(self, weights):
+        return weights * weights.shape[0] ** 0.5
+
+    def weights(self, carried, params):
+        return tuple(jax.nn.sigmoid(z) for z in carried)
+
+    def slope(self, carried, params):
+        return tuple(jnp.mean(w * (1 - w)) for w in self.weights(carried, params))
+
+
+def shrink(z: jax.Array, threshold: float, smooth: str) -> jax.Array:
+    """The soft threshold or one of its smooth forms; see `ElasticNet`."""
+    if smooth == "arctan":
+        return jnp.abs(z) * jnp.arctan(z / threshold) * (2 / jnp.pi)
+    if smooth == "tanh":
+        return z - threshold * jnp.tanh(z / threshold)
+    return jnp.sign(z) * jnp.maximum(jnp.abs(z) - threshold, 0)
+
+
+def norm(matrix: jax.Array, q: float) -> jax.Array:
+    """||matrix||_q over all entries, with a finite gradient at 0; the largest entry is taken out first."""
+    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(matrix)), 1e-30))
+    return largest * (jnp.sum(jnp.abs(matrix / largest) ** q) + 1e-30) ** (1 / q)
+
+
+def bisect(function: Callable, low: jax.Array, high: jax.Array, steps: int = 60) -> jax.Array:
+    """The root of a decreasing function between low and high."""
+
+    def halve(_, bracket):
+        low, high = bracket
+        middle = 0.5 * (low + high)
+        above = function(middle) > 0
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    low, high = jax.lax.fori_loop(0, steps, halve, (low, high))
+    return 0.5 * (low + high)
+
+
+def check_threshold(threshold: float, smooth: str) -> None:
+    if not threshold > 0:
+        raise ValueError(f"threshold is {threshold!r}: it must be above 0, for example 1e-4; without one use decay().")
+    if smooth not in ("exact", "arctan", "tanh"):
+        raise ValueError(f"smooth is {smooth!r}: it must be 'exact', 'arctan' or 'tanh'.")
+
+
+def check_size(size: float | None) -> None:
+    if size is not None and not size > 0:
+        raise ValueError(f"size is {size!r}: a simplex needs a size above 0, for example 1.0.")
+
+
+decay, elastic_net, ftrl_elastic_net, norm_power, lq = Decay, ElasticNet, FtrlElasticNet, NormPower, Lq
+kullback_leibler, lagged_kullback_leibler = KullbackLeibler, LaggedKullbackLeibler
+f_divergence, bregman_logit = FDivergence, BregmanLogit
+
+RETENTIONS = {
+    "decay": decay, "elastic_net": elastic_net, "ftrl_elastic_net": ftrl_elastic_net, "norm_power": norm_power,
+    "lq": lq, "kullback_leibler": kullback_leibler, "lagged_kullback_leibler": lagged_kullback_leibler,
+    "f_divergence": f_divergence, "bregman_logit": bregman_logit,
+}  # fmt: skip
+"""Retention gates by name."""

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.algorithms import Algorithm
-from titans_jax.memory.architectures import Architecture
-from titans_jax.memory.biases import AttentionalBias
+from titans_jax.memory.algorithms import Algorithm, LeastSquares
+from titans_jax.memory.architectures import Architecture, Linear
+from titans_jax.memory.biases import AttentionalBias, DotProduct
 from titans_jax.memory.retentions import Retention
 
 # Gates are clamped here before the logarithm, so that 1 - alpha = 0 and eta = 0 have a finite value and gradient. It is
@@ -22,7 +22,9 @@ SMALLEST_RETENTION = 1e-30
 class MemoryRule:
     """The four choices of Miras plus the chunk: what is remembered, how error is measured, kept and descended.
 
-    `chunk_size` is part of the model (papers 1.6.1): inner gradients are taken at the memory of the chunk's start.
+    chunk_size is part of the model (papers 1.6.1): inner gradients are taken at the memory of the chunk's start.
+    learned_start: the memory starts from learned weights (Titans, TTT, Miras) or from zero (linear recurrent models).
+    Raises ValueError for choices that exclude each other.
     """
 
     architecture: Architecture
@@ -30,6 +32,7 @@ class MemoryRule:
     retention: Retention
     algorithm: Algorithm
     chunk_size: int
+    learned_start: bool = True
 
     def __post_init__(self):
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
@@ -45,6 +48,27 @@ class MemoryRule:
                 raise ValueError(
                     f"{field} is {getattr(self, field)!r}: it must be a value that {kind.__module__} makes."
                 )
+        if self.retention.positive and not self.architecture.normalized:
+            raise ValueError(
+                f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative ones; "
+                "use residual_mlp, whose norm takes the mean out, or decay()."
+            )
+        plain = isinstance(self.architecture, Linear) and self.bias.affine and self.retention.linear
+        if self.algorithm.linear_only and not plain:
+            raise ValueError(
+                f"algorithm is {self.algorithm}: it is defined for a linear memory with an L2 bias and decay; use "
+                "gradient_descent() or momentum() for any other."
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parallel forms give the token-by-token rule: its gradients do not depend on where they are taken,
+        or every token is a chunk of its own."""
+        return self.chunk_size == 1 or isinstance(self.algorithm, LeastSquares) or isinstance(self.bias, DotProduct)
+
+    def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """[in, out] of every fast matrix."""
+        return self.algorithm.shapes(self.architecture, head_dim)
 
 
 @jax.tree_util.register_dataclass
@@ -53,8 +77,10 @@ class MemoryState:
     """Everything one memory carries from token to token; its size does not depend on how much it has read.
 
     weights, momentum, anchor: one [in, out] matrix per fast weight, float32 (float64 when the inputs are); momentum is
-    empty for an algorithm without it. anchor: the weights at the open chunk's start, where gradients are taken.
-    position: tokens of the open chunk already read, 0 .. chunk_size - 1; a Python int is static, the fast path.
+    empty for an algorithm without it. weights are what the rule's retention carries: the fast weights themselves for
+    `decay`, else an accumulator or logits, of which `readable` makes the fast weights. anchor: the same at the open
+    chunk's start, where gradients are taken. position: inner steps of the open chunk already taken, 0 .. chunk_size -
+    1; a Python int is static, the fast path.
     """
 
     weights: tuple[jax.Array, ...]
@@ -71,12 +97,25 @@ class Gates:
     log_retention = log(1 - alpha) <= 0 (-inf allowed), log_momentum = log(eta) <= 0, step_size = theta >= 0, each
     [time] or [time, matrices] (one set per fast matrix, papers 1.11-e). log_momentum is None for gradient descent.
     mask: [time] bool, False marks padding, which changes nothing; padding may only follow a document's last token.
+    bias_gate: [time] or [time, head_dim], what the attentional bias calls its own (the delta of Huber).
+
+    Channel-wise factors, each [time, head_dim] or None: log_key_retention acts on the inputs of the first fast matrix,
+    log_value_retention on the outputs of the last one (for a linear memory, rows and columns of the same matrix), and
+    key_step_size, value_step_size multiply the step there.
+
+    With n inner steps per token, step_size is [time, n] or [time, n, matrices], the channel-wise step sizes [time, n,
+    head_dim], bias_gate [time, n] or [time, n, head_dim]; retention acts once, with the first step.
     """
 
     log_retention: jax.Array
     log_momentum: jax.Array | None
     step_size: jax.Array
     mask: jax.Array | None = None
+    bias_gate: jax.Array | None = None
+    log_key_retention: jax.Array | None = None
+    log_value_retention: jax.Array | None = None
+    key_step_size: jax.Array | None = None
+    value_step_size: jax.Array | None = None
 
     @classmethod
     def from_values(cls, forget: jax.Array, momentum: jax.Array | None, step_size: jax.Array, mask=None) -> Gates:
@@ -90,6 +129,12 @@ class Gates:
     def scalars(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """(log_retention, log_momentum, step_size), the leaves that weigh tokens."""
         return self.log_retention, self.log_momentum, self.step_size
+
+    @property
+    def channel_wise(self) -> bool:
+        """Whether any retention or step size differs between channels."""
+        sides = (self.log_key_retention, self.log_value_retention, self.key_step_size, self.value_step_size)
+        return any(x is not None for x in sides)
 
     @classmethod
     def per_chunk(cls, forget, momentum, step_size, chunk_size: int) -> Gates:

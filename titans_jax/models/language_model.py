@@ -17,7 +17,7 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax import sharding
-from titans_jax.config import MEMORY_BLOCKS, ModelConfig
+from titans_jax.config import MEMORY_BLOCKS, ModelConfig, memory_rule
 from titans_jax.layers import documents as layout
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import INIT_STDDEV, compute_dtype, param_dtype, projection
@@ -185,7 +185,7 @@ def granularity(config: ModelConfig) -> int:
     """Packed documents begin at multiples of this: a segment of MAC, a chunk of another memory, else 1."""
     if "mac" in config.pattern:
         return config.segment
-    return 1 if MEMORY_BLOCKS.isdisjoint(config.pattern) else config.memory.chunk_size
+    return 1 if MEMORY_BLOCKS.isdisjoint(config.pattern) else memory_rule(config.memory).chunk_size
 
 
 def _check_time(tokens: jax.Array) -> None:

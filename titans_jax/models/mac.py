@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 class MACState(NamedTuple):
     """What streaming carries, of constant size.
 
-    memory: what y is written to, its position left None: it is the index in the segment modulo chunk_size.
+    memory: what y is written to, its position left None: the index in the segment gives it.
     tail: the convolution tail of x for h. weights: the memory's weights [b, h, ...] at the open segment's start.
     context: keys and values of h and x in the open segment, [b, 2, segment, heads, head_dim]; prefix: those of P.
     index: int32 scalar, tokens of the segment read so far.
@@ -64,7 +64,7 @@ class MAC(nnx.Module):
     """x += mac(norm(x)); x += feed_forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.segment, self.chunk_size = config.segment, config.memory.chunk_size
+        self.segment = config.segment
         self.persistent = PersistentTokens(config, rngs=rngs)
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, None, rngs=rngs)
@@ -94,7 +94,7 @@ class MAC(nnx.Module):
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
         start = self.memory.start()
         start = start._replace(memory=dataclasses.replace(start.memory, position=None))
-        memory, tail = broadcast((start, start.tails[0]), batch)
+        memory, tail = broadcast((start, start.tails["query"]), batch)
         return self._open_segment(memory, tail, self.attention.prefix(self.persistent()))
 
     def _open_segment(self, memory: MemoryLayerState, tail: jax.Array, prefix: KeyValues) -> MACState:
@@ -225,7 +225,8 @@ class MAC(nnx.Module):
         visible = jnp.concatenate([causal, causal], axis=1)[None]
         y = self.attention.merge(attend(rows.queries, past, prefix, visible))
 
-        written = dataclasses.replace(memory.memory, position=index % self.chunk_size)
+        rule = self.memory.rule
+        written = dataclasses.replace(memory.memory, position=index * rule.algorithm.steps % rule.chunk_size)
         reads, memory, report = self.memory.memorize(y, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
         return memory, (y, reads, context, report)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from titans_jax.config import ModelConfig
+from titans_jax.layers.memory_gates import GATES
 
 
 def warnings(diagnostics: dict[str, np.ndarray], model: ModelConfig) -> list[str]:
@@ -13,7 +14,8 @@ def warnings(diagnostics: dict[str, np.ndarray], model: ModelConfig) -> list[str
     of its bound, or momentum is above 0.999, so its gate no longer chooses; or inner loss or weights are not finite.
     """
     found = []
-    bound = model.memory.max_step_size / model.head_dim
+    bounded = GATES[model.memory.preset].step_size == "bounded"
+    bound = model.memory.max_step_size / model.head_dim if bounded else float("nan")  # nothing compares with NaN
     checks = (
         ("retention", lambda x: x < 0.1, "is dead: it keeps {:.3g} of itself per token"),
         ("step_size", lambda x: x < 1e-3 * bound, "is dead: its mean step size is {:.3g}"),
@@ -24,6 +26,6 @@ def warnings(diagnostics: dict[str, np.ndarray], model: ModelConfig) -> list[str
     )
     for name, bad, sentence in checks:
         for layer, value in enumerate(diagnostics.get(name, ())):
-            if bad(value) and (name != "momentum" or model.memory.momentum):
+            if bad(value):
                 found.append(f"the memory of memory layer {layer} " + sentence.format(value))
     return found

@@ -7,8 +7,10 @@ caps it. Work that rematerialisation repeats is not counted.
 
 import jax
 
-from titans_jax.config import ModelConfig
+from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.feed_forward import hidden_width
+from titans_jax.layers.memory_gates import GATES
+from titans_jax.memory.linear_block import block_size
 
 # Peak bfloat16 operations per second of one chip, by jax's device kind.
 PEAK_FLOPS = {
@@ -64,10 +66,18 @@ def attention_flops(model: ModelConfig, keys: float) -> float:
 
 def memory_layer_flops(model: ModelConfig) -> float:
     """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads. Per token."""
-    matrices = len(memory_matrices(model))
-    projections = 5 * 2 * model.dim**2
-    convolutions = 3 * 2 * model.conv_size * model.dim
-    gates = 2 * model.dim * model.num_heads * matrices * (3 if model.memory.momentum else 2)
+    memory, choices = model.memory, GATES[model.memory.preset]
+    rule = memory_rule(memory)
+    matrices, steps = len(memory_matrices(model)), rule.algorithm.steps
+    inputs = 1 + 2 * (1 if choices.keys == "removal" else steps)  # queries, and keys and values of every inner step
+    projections = (inputs + 2) * 2 * model.dim**2
+    convolutions = inputs * 2 * model.conv_size * model.dim
+    scalars = matrices * (choices.retention == "forget") + matrices * rule.algorithm.has_momentum
+    scalars += matrices * steps * (choices.step_size not in ("one", "rate")) + (choices.retention == "rate")
+    sides = (choices.key is not None) + (choices.value is not None)
+    channels = sides * (1 + choices.channel_steps) + choices.bias_gate + (choices.keys == "removal")
+    low_rank = 2 * memory.gate_rank * (model.dim + channels * model.dim) if channels else 0
+    gates = 2 * model.dim * model.num_heads * scalars + low_rank
     return projections + convolutions + gates + model.num_heads * memory_flops(model)
 
 
@@ -75,26 +85,23 @@ def memory_flops(model: ModelConfig) -> float:
     """Operations per token of one head's memory, chunked (papers.md 1.6.9, any depth and width).
 
     Keys forward; cotangents back through all but the matrices that read the keys; queries on weights and on momentum;
-    updates of both; and the products between the tokens of a chunk, for both sides of every matrix.
+    updates of both; and the products between the tokens of a chunk (or of a block, where every token is a chunk), for
+    both sides of every matrix. A least-squares read repeats its two products with every iteration.
     """
-    matrices = memory_matrices(model)
+    rule, matrices = memory_rule(model.memory), memory_matrices(model)
     weights = sum(rows * columns for rows, columns in matrices)
     reads_keys = 2 if model.memory.architecture == "gated_mlp" else 1
     behind = sum(rows * columns for rows, columns in matrices[reads_keys:])
-    states = 2 if model.memory.momentum else 1
-    between = sum(model.memory.chunk_size * (rows + columns) for rows, columns in matrices)
-    return 2 * (weights + behind + states * weights + states * weights + between)
+    states = 2 if rule.algorithm.has_momentum else 1
+    tokens = block_size(rule) if rule.chunk_size == 1 else rule.chunk_size
+    between = sum(tokens * (rows + columns) for rows, columns in matrices)
+    reads = getattr(rule.algorithm, "iterations", 0) + 1
+    return 2 * rule.algorithm.steps * (weights + behind + states * weights + reads * (states * weights + between))
 
 
-def memory_matrices(model: ModelConfig) -> list[tuple[int, int]]:
+def memory_matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Shapes [in, out] of one head's fast matrices, in the order they are applied."""
-    narrow, wide = model.head_dim, model.memory.expansion * model.head_dim
-    if model.memory.architecture == "linear":
-        return [(narrow, narrow)]
-    if model.memory.architecture == "gated_mlp":
-        return [(narrow, wide), (narrow, wide), (wide, narrow)]
-    widths = [narrow, *[wide] * (model.memory.depth - 1), narrow]
-    return list(zip(widths[:-1], widths[1:], strict=True))
+    return memory_rule(model.memory).shapes(model.head_dim)
 
 
 def peak_flops_per_second() -> float | None:

@@ -1,0 +1,10 @@
+"""A small language model with the linear_attention memory on two CPU cores.
+
+    titans train linear_attention_small
+
+1,908,480 parameters, on the source of the running Python's own standard library, read as bytes.
+"""
+
+from titans_jax.presets import small
+
+config = small("linear_attention")

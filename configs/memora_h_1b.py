@@ -1,0 +1,12 @@
+"""Memora (Kullback-Leibler retention), then sliding-window attention, 1B: 18 blocks of width 2048, 8 heads of 256.
+
+    titans train memora_h_1b --data.path fineweb-edu/ --data.tokenizer tokenizer.model
+
+1,119,988,144 parameters, trained on 100B tokens: 190,735 steps of half a million.
+Sized by arithmetic for 32 chips of 16 GB (TPU v5e-32): 16.7 GiB of parameters, gradients and optimizer state
+sharded over them, and 1 row of 4,096 tokens at a time on each.
+"""
+
+from titans_jax.presets import paper
+
+config = paper("memora_h", "1b")

@@ -1,0 +1,10 @@
+"""A small language model with the mesa memory on two CPU cores.
+
+    titans train mesa_small
+
+1,913,104 parameters, on the source of the running Python's own standard library, read as bytes.
+"""
+
+from titans_jax.presets import small
+
+config = small("mesa")

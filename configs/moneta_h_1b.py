@@ -1,0 +1,12 @@
+"""Moneta (L_p bias, L_q retention), then sliding-window attention, 1B: 18 blocks of width 2048, 8 heads of 256.
+
+    titans train moneta_h_1b --data.path fineweb-edu/ --data.tokenizer tokenizer.model
+
+1,121,204,512 parameters, trained on 100B tokens: 190,735 steps of half a million.
+Sized by arithmetic for 32 chips of 16 GB (TPU v5e-32): 16.7 GiB of parameters, gradients and optimizer state
+sharded over them, and 1 row of 4,096 tokens at a time on each.
+"""
+
+from titans_jax.presets import paper
+
+config = paper("moneta_h", "1b")

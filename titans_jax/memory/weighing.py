@@ -1,0 +1,125 @@
+"""How the start state and every token's rank-one gradient weigh in each token's fast matrix (papers 1.6.3-1.6.4, 3.6).
+
+One `Weighing` per block and fast matrix: by scalars, by scalars times channel-wise decays (in the separable form of
+`channels`), or, when channel-wise retention meets momentum and nothing separates, by coefficients of every channel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory import channels, engine
+from titans_jax.memory.coefficients import Coefficients, coefficients, of_chunks
+from titans_jax.memory.types import Gates
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weighing:
+    """c: scalar coefficients. K_in, K_out: cumulative log retention of input and output channels, or None."""
+
+    c: Coefficients
+    K_in: jax.Array | None
+    K_out: jax.Array | None
+
+    def read(self, x, start, momentum, inner, deltas, operand_dtype):
+        """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i."""
+        c, K_in, K_out = self.c, self.K_in, self.K_out
+        if K_in is None:
+            scores = engine.matmul(x, inner.T, operand_dtype)
+        else:
+            lower = jnp.tril(jnp.ones(c.G.shape, bool))
+            scores = channels.decayed_scores(x, K_in, inner, K_in, lower)
+        past = scores * c.G
+        out = c.beta[:, None] * engine.matmul(x if K_in is None else x * jnp.exp(K_in), start, operand_dtype)
+        if momentum is not None:
+            out += c.f[:, None] * engine.matmul(x, momentum, operand_dtype)
+        if K_out is None:
+            return out + engine.matmul(past, deltas, operand_dtype)
+        return out * jnp.exp(K_out) + channels.decayed_mix(past, K_out, deltas)
+
+    def carry(self, start, momentum, inner, deltas, operand_dtype):
+        """The matrix and its momentum after the last token."""
+        c = self.c
+        kept, deltas_kept = c.beta[-1] * start, c.G[-1][:, None] * deltas
+        if self.K_in is not None:
+            kept, inner = kept * jnp.exp(self.K_in[-1])[:, None], inner * jnp.exp(self.K_in[-1] - self.K_in)
+        if self.K_out is not None:
+            kept, deltas_kept = kept * jnp.exp(self.K_out[-1]), deltas_kept * jnp.exp(self.K_out[-1] - self.K_out)
+        moved = kept + engine.matmul(inner.T, deltas_kept, operand_dtype)
+        if momentum is None:
+            return moved, None
+        moved += c.f[-1] * momentum
+        return moved, c.p[-1] * momentum + engine.matmul(inner.T, c.N[:, None] * deltas, operand_dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelWeighing:
+    """c: coefficients of every channel, leaves [channels, ...]; of the matrix's inputs, or of its outputs."""
+
+    c: Coefficients
+    of_inputs: bool = dataclasses.field(metadata={"static": True})
+
+    def read(self, x, start, momentum, inner, deltas, operand_dtype):
+        """As `Weighing.read`."""
+        c = self.c
+        beta, f = c.beta.T, c.f.T
+        if self.of_inputs:
+            out = engine.matmul(x * beta, start, operand_dtype) + engine.matmul(x * f, momentum, operand_dtype)
+            past = jnp.einsum("tc,ic,cti->ti", x, inner, c.G, precision="highest")
+            return out + engine.matmul(past, deltas, operand_dtype)
+        out = beta * engine.matmul(x, start, operand_dtype) + f * engine.matmul(x, momentum, operand_dtype)
+        scores = engine.matmul(x, inner.T, operand_dtype)
+        return out + jnp.einsum("ti,io,oti->to", scores, deltas, c.G, precision="highest")
+
+    def carry(self, start, momentum, inner, deltas, operand_dtype):
+        """As `Weighing.carry`."""
+
+        def weigh(of_start, of_momentum, of_tokens):
+            wide = (lambda x: x[:, None]) if self.of_inputs else (lambda x: x[None, :])
+            kept = wide(of_momentum) * momentum
+            if of_start is not None:
+                kept += wide(of_start) * start
+            if self.of_inputs:
+                return kept + engine.matmul((inner * of_tokens.T).T, deltas, operand_dtype)
+            return kept + engine.matmul(inner.T, deltas * of_tokens.T, operand_dtype)
+
+        c = self.c
+        return weigh(c.beta[:, -1], c.f[:, -1], c.G[:, -1]), weigh(None, c.p[:, -1], c.N)
+
+
+def of_blocks(gates: Gates, resets: jax.Array | None) -> tuple[Weighing | ChannelWeighing, ...]:
+    """One weighing per fast matrix, leaves [blocks, ...], of gates [blocks, tokens, ...].
+
+    A reset replaces a chunk's start state as a whole, so a chunk's weights do not see it.
+    """
+    scalars = of_chunks(gates, None)
+    matrices = gates.step_size.shape[-1]
+    made = []
+    for i in range(matrices):
+        mine = [True] * (i == 0 and gates.log_key_retention is not None)
+        mine += [False] * (i == matrices - 1 and gates.log_value_retention is not None)
+        if gates.log_momentum is not None and mine:
+            made.append(ChannelWeighing(of_channels(gates, i, mine[0]), mine[0]))
+            continue
+        K = {
+            side: jax.vmap(channels.cumulative)(side_retention(gates, side), gates.mask) if side in mine else None
+            for side in (True, False)
+        }
+        made.append(Weighing(jax.tree.map(lambda leaf: leaf[:, i], scalars), K[True], K[False]))  # noqa: B023
+    return tuple(made)
+
+
+def side_retention(gates: Gates, of_inputs: bool) -> jax.Array:
+    return gates.log_key_retention if of_inputs else gates.log_value_retention
+
+
+def of_channels(gates: Gates, i: int, of_inputs: bool) -> Coefficients:
+    """Coefficients of every channel of matrix i, leaves [blocks, channels, ...]: the C x C x d form."""
+    log_retention = gates.log_retention[..., i, None] + side_retention(gates, of_inputs)
+    one = jax.vmap(coefficients, in_axes=(1, None, None, None))
+    return jax.vmap(one)(log_retention, gates.log_momentum[..., i], gates.step_size[..., i], gates.mask)
