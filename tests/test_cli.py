@@ -71,12 +71,16 @@ def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys,
     "arguments, code, message",
     [
         (["fly"], 2, "there is no command fly; use train, generate, evaluate"),
-        (["train", "nothing"], 2, "there is no configuration nothing; use a Python file, or one of lmm_170m, "),
+        (
+            ["train", "nothing"],
+            2,
+            "there is no configuration nothing; use a Python file, or one of delta_product_small, ",
+        ),
         (["generate", "/nowhere", "--prompt", "x"], 1, "/nowhere is not a run folder"),
         (["generate", "/nowhere", "--top_p", "2"], 2, "top_p is 2.0; use a number in (0, 1]"),
         (["generate", "/nowhere", "--tempo", "2"], 2, "there is no field tempo; did you mean temperature?"),
         (["evaluate", "/nowhere"], 1, "/nowhere is not a run folder"),
-        (["bench", "speed"], 2, "there is no benchmark 'speed'; use titans bench memory or titans bench train"),
+        (["bench", "speed"], 2, "there is no benchmark 'speed'; use titans bench memory, train or recall"),
         (["models", "all"], 2, "titans models takes no arguments, not all"),
     ],
 )

@@ -182,8 +182,8 @@ def models(arguments: list[str]) -> None:
     head_dim = 64
     table = Table(
         "preset", "memory", "bias", "retention", "its gates", "algorithm", "floats a head", "exact",
-        caption=f"floats of a {head_dim}-wide head; exact: the parallel forms give the token-by-token rule, not that of "
-        f"chunks; forms that run them all: {', '.join(FORMS)}",
+        caption=f"floats of a {head_dim}-wide head; exact: the parallel forms give the token-by-token rule, not that "
+        f"of chunks; forms that run them all: {', '.join(FORMS)}",
     )  # fmt: skip
     for name, make in presets.PRESETS.items():
         rule, choices = make(), GATES[name]

@@ -130,8 +130,8 @@ class Model:
 
     def rule(self):
         memory = self.config.memory
-        architecture = "mlp" if memory.architecture == "linear" else memory.architecture
-        return oracle.Rule(architecture, "l2", memory.momentum, memory.chunk_size)
+        architecture = {"linear": "mlp", None: "residual_mlp"}.get(memory.architecture, memory.architecture)
+        return oracle.Rule(architecture, "l2", memory.momentum is not False, memory.chunk_size)
 
     def slow(self, p, head):
         weights = [value for _, value in sorted((k, v) for k, v in p.items() if k[:2] == ("memory", "start_weights"))]
@@ -159,10 +159,13 @@ class Model:
         """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""
         config = self.config
         q, k, v = (self.features(p, name, rows, None)[part] for name in ("query", "key", "value"))
-        gates = np.einsum("td,dghm->gthm", rows[part] / np.sqrt(config.dim), p["memory", "gates", "kernel"])
-        gates = sigmoid(gates + p["memory", "gates", "bias"][:, None])
+        # Per head: forget, step size and momentum, one of each for every fast matrix.
+        kernel, bias = (p["memory", "gates", name] for name in ("kernel", "bias"))
+        count = sum(name[:2] == ("memory", "start_weights") for name in p)
+        gates = np.einsum("td,dhk->thk", rows[part] / np.sqrt(config.dim), kernel) + bias[None]
+        gates = np.moveaxis(sigmoid(gates.reshape(*gates.shape[:2], -1, count)), 2, 0)
         forget, step_size = gates[0], gates[1] * config.memory.max_step_size / config.head_dim
-        momentum = gates[2] if config.memory.momentum else np.zeros_like(forget)
+        momentum = gates[2] if len(gates) == 3 else np.zeros_like(forget)
         reads, after = np.zeros_like(q), []
         for head, state in enumerate(states):
             reads[:, head], state, _, _ = oracle.memorize(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
 from titans_jax.models import LanguageModel
 
 KINDS = ("lmm", "mac", "mag", "mal", "attention", "window")
@@ -39,13 +39,18 @@ def build(config, seed=4):
     memory behind a norm can be drawn next to a singular point, where gradients are a thousand times larger (seed 0).
     """
     rng = np.random.default_rng(seed)
+    matrices, titans = len(memory_rule(config.memory).shapes(config.head_dim)), config.memory.preset == "titans"
 
     def draw(path, leaf):
-        if path[-2:] == ("memory", "gates", "bias"):
+        if path[-3:-1] == ("memory", "gates") and titans:
+            # [..., heads, gate of each matrix], drawn gate by gate.
+            *front, heads, width = leaf.shape
+            noise = rng.normal(size=(*front, width // matrices, heads, matrices))
+            noise = np.moveaxis(noise, -2, -3).reshape(leaf.shape)
             # Little forgetting: under much of it a memory behind a norm is chaotic, and float32 has nothing to say.
-            center = np.array([-6.0, 0.0, 0.5])[: leaf.shape[-3], None, None]
-        else:
-            center = 1.0 if path[-1] in ("scale", "norm_scale") else 0.0
+            center = np.repeat([-6.0, 0.0, 0.5], matrices)[:width] if path[-1] == "bias" else 0.0
+            return jnp.asarray(center + 0.3 * noise, leaf.dtype)
+        center = 1.0 if path[-1] in ("scale", "norm_scale") else 0.0
         return jnp.asarray(center + 0.3 * rng.normal(size=leaf.shape), leaf.dtype)
 
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))

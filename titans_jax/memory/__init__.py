@@ -163,9 +163,9 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
         raise ValueError(f"gates.log_momentum is None: {rule.algorithm} needs one value per token, shape ({time},).")
     tokens, stepped, matrices = (time,), written[:-1], len(expected)
     shapes = {
-        "log_retention": (tokens, (time, matrices)),
-        "log_momentum": (tokens, (time, matrices)),
-        "step_size": (stepped, (*stepped, matrices)),
+        "log_retention": (tokens, (time, 1), (time, matrices)),
+        "log_momentum": (tokens, (time, 1), (time, matrices)),
+        "step_size": (stepped, (*stepped, 1), (*stepped, matrices)),
         "bias_gate": (stepped, written),
         "log_key_retention": ((time, head_dim),),
         "log_value_retention": ((time, head_dim),),
@@ -175,10 +175,12 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
     for name, allowed in shapes.items():
         x = getattr(gates, name)
         if x is not None and x.shape not in allowed:
-            raise ValueError(f"gates.{name} has shape {x.shape}: it must be {' or '.join(map(str, allowed))}.")
+            raise ValueError(
+                f"gates.{name} has shape {x.shape}: it must be {' or '.join(map(str, dict.fromkeys(allowed)))}."
+            )
     if gates.bias_gate is not None and not rule.bias.takes_gate:
         raise ValueError(f"gates.bias_gate is given: {rule.bias} takes none; use None.")
-    if gates.log_momentum is not None and len(expected) == 1 and None not in (
+    if rule.algorithm.has_momentum and len(expected) == 1 and None not in (
         gates.log_key_retention, gates.log_value_retention
     ):  # fmt: skip
         raise ValueError(

@@ -31,8 +31,8 @@ def decayed_scores(x: jax.Array, K_x: jax.Array, y: jax.Array, K_y: jax.Array, v
     tokens, size, first = tiles(K_y)
     x_tiles, K_tiles = (z.reshape(-1, size, z.shape[-1]) for z in (x, K_x))
     early = (jnp.arange(tokens, dtype=jnp.int32)[None, :] // size) < jnp.arange(len(first), dtype=jnp.int32)[:, None]
-    right = y * jnp.exp(jnp.where(early[..., None], first[:, None] - K_y, -jnp.inf))
-    left = x_tiles * jnp.exp(jnp.minimum(K_tiles - first[:, None], 0))
+    right = y[None] * jnp.exp(jnp.where(early[..., None], first[:, None] - K_y[None], -jnp.inf))
+    left = x_tiles * jnp.exp(at_most_zero(K_tiles - first[:, None]))
     scores = jnp.einsum("ntc,nic->nti", left, right, precision="highest").reshape(tokens, tokens)
     inside = diagonal(visible, size)
     y_tiles, K_own = (z.reshape(-1, size, z.shape[-1]) for z in (y, K_y))
@@ -50,14 +50,19 @@ def decayed_mix(scores: jax.Array, K: jax.Array, deltas: jax.Array, K_rows: jax.
     K_own, own = K.reshape(-1, size, K.shape[1]), diagonal(scores, size)
     K_tiles = K_own if K_rows is None else K_rows.reshape(K_own.shape)
     early = (jnp.arange(tokens, dtype=jnp.int32)[None, :] // size) < jnp.arange(len(first), dtype=jnp.int32)[:, None]
-    right = deltas * jnp.exp(jnp.where(early[..., None], first[:, None] - K, -jnp.inf))
+    right = deltas[None] * jnp.exp(jnp.where(early[..., None], first[:, None] - K[None], -jnp.inf))
     before = jnp.einsum("nti,nio->nto", scores.reshape(-1, size, tokens), right, precision="highest")
-    before *= jnp.exp(jnp.minimum(K_tiles - first[:, None], 0))
+    before *= jnp.exp(at_most_zero(K_tiles - first[:, None]))
     lower = jnp.tril(jnp.ones((size, size), bool))[None, :, :, None]
     # Above a strict diagonal the difference is positive and the score 0.
-    decay = jnp.exp(jnp.where(lower, jnp.minimum(K_tiles[:, :, None] - K_own[:, None], 0), -jnp.inf))
+    decay = jnp.exp(jnp.where(lower, at_most_zero(K_tiles[:, :, None] - K_own[:, None]), -jnp.inf))
     inside = jnp.einsum("nti,nio,ntio->nto", own, deltas.reshape(K_tiles.shape), decay, precision="highest")
     return (before + inside).reshape(tokens, -1)
+
+
+def at_most_zero(difference: jax.Array) -> jax.Array:
+    """Log decays, which are above 0 only where they do not count; at 0 the gradient is whole, unlike minimum's."""
+    return jnp.where(difference > 0, 0, difference)
 
 
 def tiles(K: jax.Array) -> tuple[int, int, jax.Array]:

@@ -49,7 +49,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         if resets is not None:  # K before the first token of each token's document
             began = jnp.where(visible & resets[None, :], 1.0, 0.0).astype(K.dtype)
             began = jnp.matmul(began, shifted(K), precision="highest")
-            decays.append(jnp.where(carried, 0, jnp.exp(jnp.minimum(K_rows - began, 0))))
+            decays.append(jnp.where(carried, 0, jnp.exp(channels.at_most_zero(K_rows - began))))
         return decays
 
     def from_start(rows, K_rows, V_rows=None):
@@ -80,10 +80,11 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     reads = from_start(x, K, V) + past(scores, V, V, stepped, operand_dtype)
     outputs = [jnp.ones((1, 1), K.dtype)] * len(sources) if V is None else left(V, V)
     kept = sum(
-        decay[-1][:, None] * source * out[-1] for decay, source, out in zip(left(K, K), sources, outputs, strict=True)
+        decay[-1][:, None] * source * out[-1][None]
+        for decay, source, out in zip(left(K, K), sources, outputs, strict=True)
     )
-    written = jnp.where(visible[-1][:, None], written * jnp.exp(K[-1] - K), 0)
-    stepped = stepped if V is None else stepped * jnp.exp(V[-1] - V)
+    written = jnp.where(visible[-1][:, None], written * jnp.exp(K[-1:] - K), 0)
+    stepped = stepped if V is None else stepped * jnp.exp(V[-1:] - V)
     weights = (kept + engine.matmul(written.T, stepped, operand_dtype),)
     return (weights, (), weights), reads, Surprise(*jax.lax.stop_gradient(surprise))
 

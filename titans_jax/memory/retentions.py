@@ -45,7 +45,8 @@ class Retention:
         return carried
 
     def slope(self, carried: Matrices, params: dict) -> tuple[jax.Array | float, ...]:
-        """d weights / d carried, one scalar per matrix: the mean of its diagonal where that is not constant."""
+        """How far the weights move with the carried ones inside a chunk, one scalar per matrix: their derivative or the
+        mean of its diagonal, with norms and thresholds held as they were at the chunk's start."""
         return (1.0,) * len(carried)
 
     def close(self, carried: Matrices, opened: Matrices, params: dict) -> Matrices:
@@ -126,8 +127,11 @@ class NormPower(Retention):
 
 @dataclasses.dataclass(frozen=True)
 class Lq(Retention):
-    """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / ||A||_p^(p-2), p = q / (q-1), 1 < q <= 2 (papers
-    3.4 V4, the exact minimiser; the form printed in the paper is `norm_power(p)`, the same at q = 2)."""
+    """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / (||A||_p + epsilon)^(p-2), p = q / (q-1).
+
+    1 < q <= 2. Papers 3.4 V4, the exact minimiser but for epsilon; the form printed in the paper is `norm_power(p)`,
+    the same at q = 2. Inside a chunk the norm is that of the chunk's start.
+    """
 
     q: float = 1.5
 
@@ -236,14 +240,14 @@ class FDivergence(Retention):
 
     def step(self, carried: jax.Array, opened: jax.Array) -> jax.Array:
         """One multiplicative step per column, by bisection and one Newton step, which also carries the gradient."""
-        moved, total = carried - opened, jnp.sum(opened, axis=0)
+        moved, total = carried - opened, jnp.sum(opened, axis=0, keepdims=True)
 
         def excess(zeta):
-            return jnp.sum(opened * self.g(moved - zeta), axis=0) - total
+            return jnp.sum(opened * self.g(moved - zeta), axis=0, keepdims=True) - total
 
         # g(unit) = 1 is found on a wide bracket; then zeta lies where no entry, and where every entry, would shrink.
         unit = bisect(lambda x: self.g(-x) - 1, jnp.full_like(total, -50), jnp.full_like(total, 50))
-        low, high = jnp.min(moved, axis=0) + unit, jnp.max(moved, axis=0) + unit
+        low, high = (f(moved, axis=0, keepdims=True) + unit for f in (jnp.min, jnp.max))
         zeta = jax.lax.stop_gradient(bisect(excess, low, high))
         value, change = jax.jvp(excess, (zeta,), (jnp.ones_like(zeta),))
         return opened * self.g(moved - (zeta - value / jax.lax.stop_gradient(change)))

@@ -50,8 +50,8 @@ class MemoryRule:
                 )
         if self.retention.positive and not self.architecture.normalized:
             raise ValueError(
-                f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative ones; "
-                "use residual_mlp, whose norm takes the mean out, or decay()."
+                f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative "
+                "ones; use residual_mlp, whose norm takes the mean out, or decay()."
             )
         plain = isinstance(self.architecture, Linear) and self.bias.affine and self.retention.linear
         if self.algorithm.linear_only and not plain:

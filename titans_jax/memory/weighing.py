@@ -46,9 +46,9 @@ class Weighing:
         c = self.c
         kept, deltas_kept = c.beta[-1] * start, c.G[-1][:, None] * deltas
         if self.K_in is not None:
-            kept, inner = kept * jnp.exp(self.K_in[-1])[:, None], inner * jnp.exp(self.K_in[-1] - self.K_in)
+            kept, inner = kept * jnp.exp(self.K_in[-1])[:, None], inner * jnp.exp(self.K_in[-1:] - self.K_in)
         if self.K_out is not None:
-            kept, deltas_kept = kept * jnp.exp(self.K_out[-1]), deltas_kept * jnp.exp(self.K_out[-1] - self.K_out)
+            kept, deltas_kept = kept * jnp.exp(self.K_out[-1:]), deltas_kept * jnp.exp(self.K_out[-1:] - self.K_out)
         moved = kept + engine.matmul(inner.T, deltas_kept, operand_dtype)
         if momentum is None:
             return moved, None

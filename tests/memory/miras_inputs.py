@@ -1,0 +1,305 @@
+"""Every preset with random inputs for it, its oracle's answer, and the package's, in float64 unless asked otherwise.
+
+Inputs are a dict of arrays with a leading time axis: queries, keys, values and gates under the names of `memory.Gates`,
+in plain values (no logarithms), a missing retention being 1 and a missing step size 1.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import miras_oracle as oracle
+import numpy as np
+
+from titans_jax import memory
+from titans_jax.memory import presets
+
+HEAD_DIM = 6
+TIME = 14  # of chunks of four: three and a remainder
+FORMS = tuple(memory.FORMS)
+RETENTIONS = ("retention", "momentum", "key_retention", "value_retention")
+GATES = (*RETENTIONS, "step_size", "key_step_size", "value_step_size", "bias_gate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """draw(generator, time) -> inputs; expect(inputs, params) -> reads [time, d]."""
+
+    rule: memory.MemoryRule
+    draw: Callable
+    expect: Callable
+
+    @functools.cached_property
+    def params(self):
+        return random_params(self.rule)
+
+    def inputs(self, time=TIME, seed=1):
+        return self.draw(np.random.default_rng(seed), time)
+
+
+def random_params(rule, seed=0):
+    """Start matrices that any retention can carry, and slow parameters away from their start values, float64."""
+    generator = np.random.default_rng(seed)
+    shapes = rule.shapes(HEAD_DIM)
+    slow = jax.tree.map(np.float64, rule.algorithm.slow(rule.architecture, HEAD_DIM) | rule.retention.slow(shapes))
+    slow = {name: leaf * generator.uniform(0.7, 1.3, leaf.shape) for name, leaf in slow.items()}
+    if "log_ridge" in slow:
+        slow["log_ridge"] = generator.uniform(-0.5, 0.5, HEAD_DIM)
+    if not rule.learned_start:
+        return {"weights": tuple(np.zeros(shape) for shape in shapes), **slow}
+    weights = [generator.normal(size=shape) / np.sqrt(shape[0]) for shape in shapes]
+    with jax.enable_x64(True):
+        return {"weights": tuple(np.asarray(rule.retention.start(jnp.asarray(w))) for w in weights), **slow}
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def tokens(generator, time, steps=None):
+    """Keys of lengths around 1, so that what a model does with the length shows."""
+    written = (time, HEAD_DIM) if steps is None else (time, steps, HEAD_DIM)
+    return {
+        "queries": unit(generator.normal(size=(time, HEAD_DIM))),
+        "keys": unit(generator.normal(size=written)) * generator.uniform(0.6, 1.2, (*written[:-1], 1)),
+        "values": generator.normal(size=written),
+    }
+
+
+def channels(generator, time):
+    return generator.uniform(0.3, 1.0, (time, HEAD_DIM))
+
+
+def draw_linear_attention(generator, time):
+    return tokens(generator, time)
+
+
+def draw_constant(generator, time):
+    return tokens(generator, time) | {"retention": np.full(time, 1 - 2.0**-5)}
+
+
+def draw_mamba2(generator, time):
+    step = generator.uniform(0.1, 0.9, time)
+    return tokens(generator, time) | {"step_size": step, "retention": np.exp(-0.7 * step)}
+
+
+def draw_gla(generator, time):
+    return tokens(generator, time) | {"key_retention": channels(generator, time)}
+
+
+def draw_hgrn2(generator, time):
+    inputs = draw_gla(generator, time)
+    return inputs | {"keys": 1 - inputs["key_retention"]}
+
+
+def draw_dfw(generator, time):
+    return draw_gla(generator, time) | {"value_retention": channels(generator, time)}
+
+
+def draw_deltanet(generator, time):
+    return tokens(generator, time) | {"step_size": generator.uniform(0.1, 0.9, time)}
+
+
+def draw_gated(generator, time):
+    return draw_deltanet(generator, time) | {"retention": generator.uniform(0.5, 1.0, time)}
+
+
+def draw_kimi(generator, time):
+    return draw_deltanet(generator, time) | {"key_retention": channels(generator, time)}
+
+
+def draw_delta_product(generator, time):
+    gates = {"retention": generator.uniform(0.5, 1.0, time), "step_size": generator.uniform(0.1, 0.9, (time, 2))}
+    return tokens(generator, time, 2) | gates
+
+
+def draw_rwkv7(generator, time):
+    inputs = tokens(generator, time, 2)
+    inputs["values"][:, 0] = 0
+    rate = np.stack([generator.uniform(0.1, 0.9, (time, HEAD_DIM)), np.ones((time, HEAD_DIM))], axis=1)
+    gates = {"key_step_size": rate, "bias_gate": np.tile([1.0, 0.0], (time, 1)), "step_size": np.ones((time, 2))}
+    return inputs | gates | {"key_retention": channels(generator, time)}
+
+
+def draw_deep(generator, time, matrices=2, step=0.02):
+    """Small steps: behind a norm a step of 0.1 overshoots (papers 1.3)."""
+    gates = (time, matrices)
+    return tokens(generator, time) | {
+        "retention": generator.uniform(0.6, 1.0, gates),
+        "step_size": generator.uniform(0.2, 1.0, gates) * step,
+    }
+
+
+def draw_ttt(generator, time):
+    return tokens(generator, time) | {"step_size": generator.uniform(0.2, 1.0, time) * 0.02}
+
+
+def draw_titans(generator, time):
+    return draw_deep(generator, time) | {"momentum": generator.uniform(0.1, 0.9, (time, 2))}
+
+
+def draw_channels(generator, time):
+    """draw_deep with every channel-wise gate (papers 3.6)."""
+    retentions = {"key_retention": channels(generator, time), "value_retention": channels(generator, time)}
+    steps = {"key_step_size": channels(generator, time), "value_step_size": channels(generator, time)}
+    return draw_deep(generator, time) | retentions | steps
+
+
+def draw_yaad(generator, time):
+    return draw_channels(generator, time) | {"bias_gate": generator.uniform(0.3, 1.5, (time, HEAD_DIM))}
+
+
+def draw_memora(generator, time):
+    inputs = draw_channels(generator, time)
+    return inputs | {"step_size": inputs["step_size"] * 10}  # the softmax divides what a step moves by its slice
+
+
+def gates(inputs):
+    return {name: inputs[name] for name in GATES if name in inputs and name != "bias_gate"}
+
+
+def matrix_model(name, draw, *names):
+    """A matrix memory whose oracle takes these arrays after queries, keys, values."""
+
+    def expect(x, params):
+        return getattr(oracle, name)(*(x[key] for key in ("queries", "keys", "values", *names)))
+
+    return Model(presets.PRESETS["lightning_attention" if name == "lightning" else name](), draw, expect)
+
+
+def deep_model(name, draw, chunk_size=4, *extra, **options):
+    rule = presets.PRESETS[name](chunk_size=chunk_size, **options)
+
+    def expect(x, params):
+        before = [params[key] if isinstance(key, str) else key for key in extra]
+        if name == "yaad":
+            before = [x["bias_gate"]]
+        start = (x["queries"], x["keys"], x["values"], params["weights"], params["norm_scale"], *before)
+        if name.startswith("ttt"):
+            return getattr(oracle, name)(*start, x["step_size"], chunk_size)
+        return getattr(oracle, name)(*start, chunk_size, **gates(x))
+
+    return Model(rule, draw, expect)
+
+
+def constant_model(name):
+    """RetNet and Lightning attention, whose retention is one number."""
+    preset = "lightning_attention" if name == "lightning" else name
+    return Model(
+        presets.PRESETS[preset](),
+        draw_constant,
+        lambda x, params: getattr(oracle, name)(x["queries"], x["keys"], x["values"], x["retention"][0]),
+    )
+
+
+MODELS = {
+    "linear_attention": matrix_model("linear_attention", draw_linear_attention),
+    "retnet": constant_model("retnet"),
+    "lightning_attention": constant_model("lightning"),
+    "mamba2": Model(
+        presets.mamba2(),
+        draw_mamba2,
+        lambda x, params: oracle.mamba2(x["queries"], x["keys"], x["values"], x["step_size"], 0.7),
+    ),
+    "gla": matrix_model("gla", draw_gla, "key_retention"),
+    "hgrn2": Model(
+        presets.hgrn2(), draw_hgrn2, lambda x, params: oracle.hgrn2(x["queries"], x["values"], x["key_retention"])
+    ),
+    "dfw": matrix_model("dfw", draw_dfw, "key_retention", "value_retention"),
+    "deltanet": matrix_model("deltanet", draw_deltanet, "step_size"),
+    "longhorn": matrix_model("longhorn", draw_deltanet, "step_size"),
+    "gated_deltanet": matrix_model("gated_deltanet", draw_gated, "retention", "step_size"),
+    "kimi_delta_attention": matrix_model("gated_deltanet", draw_kimi, "key_retention", "step_size"),
+    "rwkv7": Model(
+        presets.rwkv7(),
+        draw_rwkv7,
+        lambda x, params: oracle.rwkv7(
+            x["queries"],
+            *np.moveaxis(x["keys"], 1, 0),
+            x["values"][:, 1],
+            x["key_retention"],
+            x["key_step_size"][:, 0],
+        ),
+    ),
+    "delta_product": matrix_model("delta_product", draw_delta_product, "retention", "step_size"),
+    "mesa": Model(
+        dataclasses.replace(presets.mesa(), chunk_size=4),
+        draw_gated,
+        lambda x, params: oracle.mesa(
+            x["queries"], x["keys"], x["values"], x["retention"], x["step_size"], np.exp(params["log_ridge"])
+        ),
+    ),
+    "ttt_linear": deep_model("ttt_linear", draw_ttt),
+    "ttt_mlp": deep_model("ttt_mlp", draw_ttt, expansion=2),
+    "titans": deep_model("titans", draw_titans, expansion=2),
+    "yaad": deep_model("yaad", draw_yaad, expansion=2),
+    "moneta": deep_model("moneta", draw_channels, 4, 3.0, 4.0, expansion=2),
+    "memora": deep_model("memora", draw_memora, 4, "simplex_size", expansion=2),
+}
+
+
+def memorize(rule, form, params, x):
+    """(reads, state) of one row; x may also hold mask, resets and state."""
+
+    def log(name):
+        return jnp.log(jnp.maximum(x[name], memory.types.SMALLEST_RETENTION)) if name in x else None
+
+    found = memory.Gates(
+        log_retention=log("retention"),
+        log_momentum=log("momentum"),
+        step_size=x["step_size"],
+        mask=x.get("mask"),
+        bias_gate=x.get("bias_gate"),
+        log_key_retention=log("key_retention"),
+        log_value_retention=log("value_retention"),
+        key_step_size=x.get("key_step_size"),
+        value_step_size=x.get("value_step_size"),
+    )
+    state = x["state"] if "state" in x else memory.init_state(rule, params)
+    arrays = (x[name] for name in ("queries", "keys", "values"))
+    return memory.memorize(rule, params, state, *arrays, found, form, resets=x.get("resets"))
+
+
+@functools.cache
+def program(rule, form, batched, optimized):
+    answer = functools.partial(memorize, rule, form)
+    answer = jax.vmap(answer, in_axes=(None, 0)) if batched else answer
+    return jax.jit(answer, compiler_options={} if optimized else {"xla_backend_optimization_level": 0})
+
+
+def run(rule, form, params, inputs, dtype=np.float64, batched=False):
+    """(reads, state) as numpy; float64 compiles without optimization, twice as fast, float32 as users run it."""
+
+    time = inputs["queries"].shape[:-1]
+    inputs = {"retention": np.ones(time), "step_size": np.ones(time)} | inputs
+
+    def cast(leaf):
+        return jnp.asarray(leaf, dtype if np.issubdtype(np.asarray(leaf).dtype, np.floating) else None)
+
+    with jax.enable_x64(dtype == np.float64):
+        answer = program(rule, form, batched, dtype == np.float32)(*jax.tree.map(cast, (params, inputs)))
+        return jax.tree.map(np.asarray, answer)
+
+
+def rows(model, inputs):
+    """TIME + 1 rows of the same inputs from the start state, position traced; free to be changed."""
+    count = TIME + 1
+
+    def repeat(leaf):
+        return np.repeat(np.asarray(leaf)[None], count, axis=0)
+
+    weights = tuple(repeat(w) for w in model.params["weights"])
+    momentum = tuple(np.zeros_like(w) for w in weights) if model.rule.algorithm.has_momentum else ()
+    return {name: repeat(leaf) for name, leaf in inputs.items()} | {
+        "mask": np.ones((count, TIME), bool),
+        "resets": np.zeros((count, TIME), bool),
+        "state": memory.MemoryState(weights, momentum, weights, np.zeros(count, np.int32)),
+    }
+
+
+def error(got, expected):
+    """Relative RMS."""
+    assert got.shape == expected.shape
+    return np.sqrt(np.mean((got - expected) ** 2) / np.mean(np.square(expected)))
