@@ -43,8 +43,8 @@ def paper(model: str, size: str) -> Config:
 
     Chunk 16, segment 512, window 2048, 128 persistent tokens (Titans; Miras has none); AdamW with weight decay 0.1,
     clipped at 1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama
-    2's), given by --data.tokenizer. Not in the paper: the width of SwiGLU (8/3 of the model's), the final learning rate (a tenth of
-    the peak), how often to evaluate and save. Parameters are sharded over all devices.
+    2's), given by --data.tokenizer. Not in the paper: the width of SwiGLU (8/3 of the model's), the final learning
+    rate (a tenth of the peak), how often to evaluate and save. Parameters are sharded over all devices.
     """
     row = SIZES[size]
     if model in TITANS:

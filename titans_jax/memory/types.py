@@ -119,7 +119,12 @@ class Gates:
 
     @classmethod
     def from_values(cls, forget: jax.Array, momentum: jax.Array | None, step_size: jax.Array, mask=None) -> Gates:
-        """Gates from the papers' alpha, eta, theta (Titans eq 8-14), each in [0, 1] but theta, which is >= 0."""
+        """Gates from the papers' alpha, eta, theta (Titans eq 8-14), each in [0, 1] but theta, which is >= 0.
+
+        Raises ValueError for values outside these ranges, where they are known (not under `jax.jit`).
+        """
+        for name, x, most in (("forget", forget, 1), ("momentum", momentum, 1), ("step_size", step_size, jnp.inf)):
+            check_range(name, x, most)
 
         def log(x):
             return jnp.log(jnp.maximum(x, SMALLEST_RETENTION))
@@ -141,6 +146,16 @@ class Gates:
         """Gates constant inside a chunk (papers 1.6.8), from [chunks] or [chunks, matrices] alpha, eta, theta."""
         repeat = lambda x: None if x is None else jnp.repeat(x, chunk_size, axis=0)  # noqa: E731
         return cls.from_values(repeat(forget), repeat(momentum), repeat(step_size))
+
+
+def check_range(name: str, x: jax.Array | None, most: float) -> None:
+    """Refuse a gate with values below 0, above `most` or NaN, if they are known."""
+    if x is None or isinstance(x, jax.core.Tracer):
+        return
+    wrong = ~((x >= 0) & (x <= most))
+    if jnp.any(wrong):
+        value = float(jnp.ravel(x)[jnp.argmax(jnp.ravel(wrong))])
+        raise ValueError(f"{name} has the value {value:g}: it must be " + ("0 or more." if most > 1 else "in [0, 1]."))
 
 
 @jax.tree_util.register_dataclass
