@@ -48,7 +48,7 @@ def test_overrides_are_typed(file):
         ("--model.dim 1.5", "model.dim is '1.5'; use a whole number"),
         ("--model.dtype half", "model.dtype is 'half'; use bfloat16, float32 or float64"),
         ("--model.pattern mac mok", "model.pattern is 'mac mok'; use one or more of lmm, mac"),
-        ("--model.memory.preset unknown", "model.memory.preset is 'unknown'; use titans"),
+        ("--model.memory.preset unknown", "model.memory.preset is 'unknown'; use retnet, "),
         ("--model.tie_embeddings maybe", "model.tie_embeddings is 'maybe'; use True or False"),
         ("--model.dim 40", "model.head_dim 16 x model.num_heads 2 is 32, not model.dim 40; use model.head_dim 20"),
         ("--model.pattern mac --model.segment 20", "model.segment is 20; use a multiple of model.memory.chunk_size 8"),

@@ -11,9 +11,22 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from titans_jax.memory import MemoryRule, algorithms, architectures, biases, presets, retentions
+if TYPE_CHECKING:
+    from titans_jax.memory import MemoryRule
+
+
+# Names of the tables in titans_jax.memory, here so that a configuration is read, and help given, without jax.
+PRESETS = (
+    "retnet", "linear_attention", "dfw", "lightning_attention", "gla", "mamba2", "hgrn2", "deltanet", "longhorn",
+    "ttt_linear", "gated_deltanet", "rwkv7", "delta_product", "mesa", "ttt_mlp", "titans", "moneta", "yaad", "memora",
+)  # fmt: skip
+BIASES = ("l2", "dot_product", "lp", "value_less", "huber", "huber_norm", "mixture", "value_shift")
+RETENTIONS = (
+    "decay", "elastic_net", "ftrl_elastic_net", "norm_power", "lq", "kullback_leibler", "lagged_kullback_leibler",
+    "f_divergence", "bregman_logit",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -24,7 +37,7 @@ class ConfigError(ValueError):
 class MemoryConfig:
     """The associative memory of a memory layer; one independent memory per head."""
 
-    preset: Literal[tuple(presets.PRESETS)] = "titans"
+    preset: Literal[PRESETS] = "titans"
     """The rule, by name; `titans models` prints them all."""
     architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] | None = None
     """What the memory computes; None is the preset's own. `residual_mlp` is x + LN(MLP(x)); `linear` is x @ W."""
@@ -32,9 +45,9 @@ class MemoryConfig:
     """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by other memories."""
     expansion: int = 4
     """Hidden width of an MLP memory over head_dim."""
-    bias: Literal[tuple(biases.BIASES)] | None = None
+    bias: Literal[BIASES] | None = None
     """Attentional bias; None is the preset's own."""
-    retention: Literal[tuple(retentions.RETENTIONS)] | None = None
+    retention: Literal[RETENTIONS] | None = None
     """Retention gate; None is the preset's own."""
     momentum: bool | None = None
     """Keep past surprise (eta of the paper), or take plain gradient steps; None is the preset's own."""
@@ -212,7 +225,7 @@ def has_memory(model: ModelConfig) -> bool:
     return not MEMORY_BLOCKS.isdisjoint(model.pattern)
 
 
-def memory_rule(config: MemoryConfig) -> MemoryRule:
+def memory_rule(config: MemoryConfig) -> "MemoryRule":
     """The rule that a configuration describes: its preset, with the choices it replaces.
 
     Raises:
@@ -226,7 +239,9 @@ def memory_rule(config: MemoryConfig) -> MemoryRule:
         raise ConfigError(f"model.memory: {str(error).rstrip('.')}") from error
 
 
-def _memory_rule(config: MemoryConfig) -> MemoryRule:
+def _memory_rule(config: MemoryConfig) -> "MemoryRule":
+    from titans_jax.memory import algorithms, architectures, biases, presets, retentions
+
     make = presets.PRESETS[config.preset]
     fields = set(inspect.signature(make).parameters) & {"depth", "expansion", "chunk_size", "p", "q", "steps"}
     rule = make(**{name: getattr(config, name) for name in fields})

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import small_models as small
 
+from titans_jax import config
 from titans_jax.config import MemoryConfig, memory_rule
 from titans_jax.layers.memory_gates import GATES
+from titans_jax.memory import biases, retentions
 from titans_jax.memory.presets import PRESETS
 
 
@@ -15,8 +17,10 @@ def model_of(preset, *pattern):
     return small.build(small.config(*pattern, memory={"preset": preset, "gate_rank": 4}, depth=len(pattern)))
 
 
-def test_every_preset_has_gates():
+def test_every_preset_has_gates_and_every_table_its_names():
     assert GATES.keys() == PRESETS.keys()
+    names = (tuple(PRESETS), tuple(biases.BIASES), tuple(retentions.RETENTIONS))
+    assert (config.PRESETS, config.BIASES, config.RETENTIONS) == names
     assert all(memory_rule(MemoryConfig(preset=preset)) for preset in PRESETS)
 
 
