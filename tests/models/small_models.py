@@ -39,7 +39,10 @@ def build(config, seed=4):
     memory behind a norm can be drawn next to a singular point, where gradients are a thousand times larger (seed 0).
     """
     rng = np.random.default_rng(seed)
-    matrices, titans = len(memory_rule(config.memory).shapes(config.head_dim)), config.memory.preset == "titans"
+    matrices, titans = (
+        len(memory_rule(config.memory).shapes(config.head_dim)),
+        config.memory.preset == "titans" and config.memory.bias is None,
+    )
 
     def draw(path, leaf):
         if path[-3:-1] == ("memory", "gates") and titans:

@@ -43,6 +43,34 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
             assert np.isfinite(gradient).all() and np.any(gradient != 0), name
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"bias": "value_shift"},
+        {"bias": "mixture", "retention": "elastic_net"},
+        {"preset": "deltanet", "architecture": "residual_mlp", "bias": "huber"},
+        {"preset": "yaad", "bias": "huber_norm", "retention": "lq"},
+        {"preset": "memora", "retention": "lagged_kullback_leibler"},
+        {"preset": "moneta", "retention": "f_divergence", "momentum": True},
+    ],
+    ids=lambda choices: "-".join(map(str, choices.values())),
+)
+def test_choices_combine(choices):
+    """Miras: any of the four choices with any of the others, in a model that learns and streams."""
+    with jax.enable_x64(True):
+        model = small.build(small.config("lmm", memory={"gate_rank": 4} | choices, depth=1))
+        tokens = small.tokens(time=11)
+        whole = small.forward(model, tokens)
+        gradients = small.compiled(jax.grad(lambda model: jnp.sum(jnp.sin(model(tokens)))))(model)
+        first, state = small.extend(model, tokens[:, :6], small.init_state(model, len(tokens)))
+        second, _ = small.extend(model, tokens[:, 6:], state)
+        np.testing.assert_allclose(
+            jnp.concatenate([first, second], axis=1), whole, rtol=1e-9, atol=1e-9 * abs(whole).max()
+        )
+        for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+            assert np.isfinite(gradient).all() and np.any(gradient != 0), jax.tree_util.keystr(path)
+
+
 @pytest.mark.parametrize("pattern", [("mac",), ("mag",), ("mal",), ("lmm", "window")])
 @pytest.mark.parametrize("preset", ["memora", "rwkv7"])
 def test_any_preset_in_any_block(preset, pattern):

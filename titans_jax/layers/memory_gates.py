@@ -46,7 +46,8 @@ class GateChoices:
     sigmoid, so that a DeltaNet step can turn over); "rate", the step of the retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
     (exp(-e^(-1/2) sigmoid)), or None. channel_steps: step sizes vary by channel too, on the same sides.
-    bias_gate: a threshold per channel for the attentional bias, softplus of a logit.
+    bias_gate: the threshold of a Huber bias is per channel, softplus of a logit. Any other bias with a number of its
+    own (and Huber's where this is False) gets one per head in the same way; both start at 1.
     keys: "projected"; "complement", 1 - retention (HGRN2); "removal", a removal and a replacement key (RWKV-7).
     """
 
@@ -93,8 +94,9 @@ class MemoryGates(nnx.Module):
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, rngs: nnx.Rngs):
         choices = GATES[config.memory.preset]
         self.choices, self.steps, self.dtype = choices, rule.algorithm.steps, param_dtype(config)
-        # A threshold per channel is Huber's; a configuration may put another bias in its place.
-        self.thresholds = choices.bias_gate and isinstance(rule.bias, memory.biases.Huber)
+        # A configuration may put another bias in the place of the preset's.
+        by_channel = choices.bias_gate and isinstance(rule.bias, memory.biases.Huber)
+        self.thresholds = rule.bias.takes_gate and not rule.bias.affine
         self.max_step_size = config.memory.max_step_size / config.head_dim
         heads, dtype = config.num_heads, self.dtype
         matrices = len(rule.shapes(config.head_dim))
@@ -104,6 +106,7 @@ class MemoryGates(nnx.Module):
             "rate": (1, 0.0) if choices.retention == "rate" else None,
             "step_size": None if choices.step_size in ("one", "rate") else (matrices * self.steps, 0.0),
             "momentum": (matrices, 0.0) if rule.algorithm.has_momentum else None,
+            "bias_gate": (self.steps, SOFTPLUS_ONE) if self.thresholds and not by_channel else None,
         }
         self.scalars = {name: entry[0] for name, entry in scalars.items() if entry}
         if self.scalars:
@@ -128,7 +131,7 @@ class MemoryGates(nnx.Module):
             "value": forget.get(choices.value),
             "key_step": 0.0 if choices.channel_steps and choices.key else None,
             "value_step": 0.0 if choices.channel_steps and choices.value else None,
-            "bias_gate": SOFTPLUS_ONE if self.thresholds else None,
+            "bias_gate": SOFTPLUS_ONE if by_channel else None,
             "removal_step": 0.0 if choices.keys == "removal" else None,
         }
         self.channels = tuple(name for name, bias in channels.items() if bias is not None)

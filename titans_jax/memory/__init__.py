@@ -166,7 +166,7 @@ def check(rule, params, state, queries, keys, values, gates, form, resets):
         "log_retention": (tokens, (time, 1), (time, matrices)),
         "log_momentum": (tokens, (time, 1), (time, matrices)),
         "step_size": (stepped, (*stepped, 1), (*stepped, matrices)),
-        "bias_gate": (stepped, written),
+        "bias_gate": (stepped, (*stepped, 1), written),
         "log_key_retention": ((time, head_dim),),
         "log_value_retention": ((time, head_dim),),
         "key_step_size": (written,),

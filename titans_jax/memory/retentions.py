@@ -232,15 +232,19 @@ class FDivergence(Retention):
     def start(self, weights):
         return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(weights * weights.shape[0] ** 0.5, axis=0)
 
+    def weights(self, carried, params):
+        return tuple(jnp.maximum(w, EPSILON) for w in carried)  # a learned start may have left the positive side
+
     def slope(self, carried, params):
-        return tuple(jnp.mean(w) for w in carried)
+        return tuple(jnp.mean(w) for w in self.weights(carried, params))
 
     def close(self, carried, opened, params):
         return tuple(self.step(a, w) for a, w in zip(carried, opened, strict=True))
 
     def step(self, carried: jax.Array, opened: jax.Array) -> jax.Array:
         """One multiplicative step per column, by bisection and one Newton step, which also carries the gradient."""
-        moved, total = carried - opened, jnp.sum(opened, axis=0, keepdims=True)
+        moved, opened = carried - opened, jnp.maximum(opened, EPSILON)
+        total = jnp.sum(opened, axis=0, keepdims=True)
 
         def excess(zeta):
             return jnp.sum(opened * self.g(moved - zeta), axis=0, keepdims=True) - total
