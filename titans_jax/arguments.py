@@ -5,7 +5,7 @@ import io
 import typing
 from typing import Any
 
-from titans_jax.config import ConfigError, describe, leaves, unknown_field
+from titans_jax.config import ConfigError, describe, leaves, nearest, unknown_field
 
 
 def parse(program: str, kind: type, arguments: list[str], default: Any) -> Any:
@@ -42,7 +42,8 @@ def parse(program: str, kind: type, arguments: list[str], default: Any) -> Any:
         except SystemExit:
             name, value = group[0][2:], " ".join(group[1:])
             said = f"is {value!r}" if value else "has no value"
-            raise ConfigError(f"{name} {said}; use {describe(_type_of(kind, name))}") from None
+            hint = _type_of(kind, name)
+            raise ConfigError(f"{name} {said}; use {describe(hint)}{nearest(value, hint)}") from None
     return default
 
 

@@ -1,0 +1,48 @@
+"""`titans bench memory`: what it times, what it saves, and what it refuses."""
+
+import csv
+
+import pytest
+
+from titans_jax import cli
+from titans_jax.bench.memory import CASES, LENGTHS, MemoryBenchOptions, cases
+from titans_jax.memory.presets import PRESETS
+
+SMALL = "--time 32 --batch 1 --num_heads 1 --head_dim 8 --chunk_size 4 --repeats 1 --output".split()
+
+
+def test_one_rule_is_timed_in_both_forms_and_saved(tmp_path, capsys):
+    assert cli.main(["bench", "memory", "--preset", "rwkv7", *SMALL, str(tmp_path)]) == 0
+    with open(tmp_path / "memory.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["preset"], row["form"], row["time"]) for row in rows] == [
+        ("rwkv7", "chunked", "32"),
+        ("rwkv7", "recurrent", "32"),
+    ]
+    chunked, recurrent = (float(row["tokens_per_second"]) for row in rows)
+    assert chunked > 0 and recurrent > 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"rwkv7: the chunked form is {chunked / recurrent:.1f} times as fast as the recurrent one" in printed
+    assert (tmp_path / "memory.png").stat().st_size > 1000
+
+
+def test_what_is_timed():
+    assert [case.preset for case in cases(MemoryBenchOptions(all=True))] == list(PRESETS)
+    assert {case.time for case in cases(MemoryBenchOptions(all=True))} == {4096}
+    standard = [(case.time, case.expansion, case.chunk_size) for case in cases(MemoryBenchOptions())]
+    assert standard[: len(CASES)] == list(CASES) and {time for time, *_ in standard} == set(LENGTHS)
+    assert {case.preset for case in cases(MemoryBenchOptions())} == {"titans"}
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ("--preset moneto", "yaad or memora or None; did you mean moneta?"),
+        ("--form chunky", "form is 'chunky'; use chunked, associative or recurrent"),
+        ("--architecture cnn", "architecture is 'cnn'; use residual_mlp"),
+    ],
+)
+def test_unknown_names_are_refused_in_a_sentence(arguments, sentence, capsys):
+    assert cli.main(["bench", "memory", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
