@@ -1,11 +1,26 @@
 """What every test runs under: the CPU, strict dtype and rank promotion."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # A test that mixes dtypes or ranks by accident fails: so would a TPU program that silently widens to float32.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Every compiled program maps memory of its own, and Linux ends a process with more than 65,530 maps in a segmentation
+# fault inside XLA; this suite compiles enough for that.
+MOST_MAPS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_programs():
+    """Forget compiled programs between modules once there are many."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
+        jax.clear_caches()

@@ -233,7 +233,7 @@ class FDivergence(Retention):
         return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(weights * weights.shape[0] ** 0.5, axis=0)
 
     def weights(self, carried, params):
-        return tuple(jnp.maximum(w, EPSILON) for w in carried)  # a learned start may have left the positive side
+        return tuple(jnp.where(w < 0, 0, w) for w in carried)  # a learned start may have left the positive side
 
     def slope(self, carried, params):
         return tuple(jnp.mean(w) for w in self.weights(carried, params))
@@ -243,7 +243,7 @@ class FDivergence(Retention):
 
     def step(self, carried: jax.Array, opened: jax.Array) -> jax.Array:
         """One multiplicative step per column, by bisection and one Newton step, which also carries the gradient."""
-        moved, opened = carried - opened, jnp.maximum(opened, EPSILON)
+        moved, opened = carried - opened, jnp.where(opened < 0, 0, opened)
         total = jnp.sum(opened, axis=0, keepdims=True)
 
         def excess(zeta):
@@ -254,7 +254,8 @@ class FDivergence(Retention):
         low, high = (f(moved, axis=0, keepdims=True) + unit for f in (jnp.min, jnp.max))
         zeta = jax.lax.stop_gradient(bisect(excess, low, high))
         value, change = jax.jvp(excess, (zeta,), (jnp.ones_like(zeta),))
-        return opened * self.g(moved - (zeta - value / jax.lax.stop_gradient(change)))
+        change = jax.lax.stop_gradient(jnp.where(change == 0, -1, change))  # 0: nothing in the column to step
+        return opened * self.g(moved - (zeta - value / change))
 
 
 @dataclasses.dataclass(frozen=True)
