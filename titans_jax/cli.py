@@ -318,5 +318,18 @@ def _cache_compilations() -> None:
             jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
+def run() -> None:
+    """The process: `main` and its exit code.
+
+    A failure ends at once: threads of TensorStore would print the tracebacks of failed writes behind the sentence that
+    is to be read last.
+    """
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()
