@@ -306,8 +306,13 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def unknown_field(name: str, fields: Iterable[str] | None = None) -> ConfigError:
     """The error for a field that is none of `fields` (default: a Config's), with the nearest one that is."""
-    near = difflib.get_close_matches(name, leaves(Config()) if fields is None else fields, n=1, cutoff=0.5)
-    return ConfigError(f"there is no field {name}" + (f"; did you mean {near[0]}?" if near else ""))
+    return ConfigError(f"there is no field {name}{did_you_mean(name, leaves(Config()) if fields is None else fields)}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """ "; did you mean ...?" with the one of `names` that looks like `name`, or nothing."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def validate(config: Config) -> None:
@@ -350,11 +355,10 @@ def _matches(value: Any, hint: Any) -> bool:
 
 
 def nearest(value: Any, hint: Any) -> str:
-    """ "; did you mean ...?" where a name among the values of a Literal looks like `value`, else nothing."""
-    names = [hint, *typing.get_args(hint)]
-    names = [x for kind in names if typing.get_origin(kind) is Literal for x in typing.get_args(kind)]
-    near = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    """`did_you_mean` among the values of a Literal."""
+    kinds = [hint, *typing.get_args(hint)]
+    names = [x for kind in kinds if typing.get_origin(kind) is Literal for x in typing.get_args(kind)]
+    return did_you_mean(str(value), names)
 
 
 def describe(hint: Any) -> str:

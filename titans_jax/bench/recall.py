@@ -10,7 +10,6 @@ and stays at chance until it has found that out.
 
 import csv
 import dataclasses
-import difflib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -34,6 +33,7 @@ from titans_jax.config import (
     MemoryConfig,
     ModelConfig,
     OptimizerConfig,
+    did_you_mean,
     has_memory,
     memory_rule,
     validate,
@@ -177,9 +177,8 @@ def check_preset(name: str) -> None:
     """
     names = (*PRESETS, ATTENTION)
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"use {', '.join(names)}"
-        raise ConfigError(f"there is no preset {name!r} in presets; {hint}")
+        hint = did_you_mean(name, names) or f"; use {', '.join(names)}"
+        raise ConfigError(f"there is no preset {name!r} in presets{hint}")
 
 
 def model_config(options: Options, preset: str, head_dim: int) -> ModelConfig:

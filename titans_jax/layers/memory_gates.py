@@ -94,29 +94,18 @@ class MemoryGates(nnx.Module):
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, rngs: nnx.Rngs):
         choices = GATES[config.memory.preset]
         self.choices, self.steps, self.dtype = choices, rule.algorithm.steps, param_dtype(config)
-        # A configuration may put another bias in the place of the preset's.
-        by_channel = choices.bias_gate and isinstance(rule.bias, memory.biases.Huber)
-        self.thresholds = rule.bias.takes_gate and not rule.bias.affine
         self.max_step_size = config.memory.max_step_size / config.head_dim
         heads, dtype = config.num_heads, self.dtype
-        matrices = len(rule.shapes(config.head_dim))
 
-        scalars = {
-            "retention": (matrices, choices.forget_bias) if choices.retention == "forget" else None,
-            "rate": (1, 0.0) if choices.retention == "rate" else None,
-            "step_size": None if choices.step_size in ("one", "rate") else (matrices * self.steps, 0.0),
-            "momentum": (matrices, 0.0) if rule.algorithm.has_momentum else None,
-            "bias_gate": (self.steps, SOFTPLUS_ONE) if self.thresholds and not by_channel else None,
-        }
-        self.scalars = {name: entry[0] for name, entry in scalars.items() if entry}
+        scalars = scalar_gates(choices, rule, config.head_dim)
+        self.scalars = {name: width for name, (width, _) in scalars.items()}
         if self.scalars:
             width = sum(self.scalars.values())
             # Small: at first every token has nearly the same gates.
             kernel = logical(initializers.truncated_normal(0.1), None, "heads", None)
             self.kernel = nnx.Param(kernel(rngs.params(), (config.dim, heads, width), dtype))
-            start = jnp.concatenate(
-                [jnp.full((heads, entry[0]), entry[1], dtype) for entry in scalars.values() if entry], 1
-            )
+            starts = [jnp.full((heads, width), bias, dtype) for width, bias in scalars.values()]
+            start = jnp.concatenate(starts, axis=1)
             self.bias = nnx.Param(logical(lambda: start, "heads", None)())
         if choices.retention == "rate":
             # As in Mamba2: rates between 1 and 16, steps between 0.001 and 0.1.
@@ -125,21 +114,13 @@ class MemoryGates(nnx.Module):
             self.log_rate = nnx.Param(logical(lambda: rate, "heads")())
             self.step_bias = nnx.Param(logical(lambda: jnp.log(jnp.expm1(step)), "heads")())
 
-        forget = {"forget": choices.forget_bias, "gla": 0.0, "rwkv": -3.0}
-        channels = {
-            "key": forget.get(choices.key),
-            "value": forget.get(choices.value),
-            "key_step": 0.0 if choices.channel_steps and choices.key else None,
-            "value_step": 0.0 if choices.channel_steps and choices.value else None,
-            "bias_gate": SOFTPLUS_ONE if by_channel else None,
-            "removal_step": 0.0 if choices.keys == "removal" else None,
-        }
-        self.channels = tuple(name for name, bias in channels.items() if bias is not None)
+        channels = channel_gates(choices, rule)
+        self.channels = tuple(channels)
         if self.channels:
             shape = (len(self.channels), heads, config.head_dim)
             down = logical(initializers.truncated_normal(1.0), None, None)
             up = logical(initializers.truncated_normal(0.1 * config.memory.gate_rank**-0.5), None, None, "heads", None)
-            start = jnp.array([bias for bias in channels.values() if bias is not None], dtype)
+            start = jnp.array(list(channels.values()), dtype)
             start = jnp.broadcast_to(start[:, None, None], shape)
             self.down = nnx.Param(down(rngs.params(), (config.dim, config.memory.gate_rank), dtype))
             self.up = nnx.Param(up(rngs.params(), (config.memory.gate_rank, *shape), dtype))
@@ -159,7 +140,7 @@ class MemoryGates(nnx.Module):
             channel["log_value_retention"] = log_retention(self.choices.value, logits["value"])
         if self.choices.channel_steps:  # 1 at first
             channel |= {f"{s}_size": 2 * jax.nn.sigmoid(logits[s]) for s in ("key_step", "value_step") if s in logits}
-        if self.thresholds:
+        if "bias_gate" in logits:
             channel["bias_gate"] = jax.nn.softplus(logits["bias_gate"])
 
         if self.choices.keys == "complement":
@@ -235,6 +216,44 @@ class MemoryGates(nnx.Module):
             "key_step_size": jnp.stack([amount, jnp.ones_like(amount)], axis=3),
             "bias_gate": slope,
         }  # fmt: skip
+
+
+def scalar_gates(choices: GateChoices, rule: memory.MemoryRule, head_dim: int) -> dict[str, tuple[int, float]]:
+    """The scalar logits of one head, {name: (how many, their bias at first)}."""
+    matrices, steps = len(rule.shapes(head_dim)), rule.algorithm.steps
+    found = {}
+    if choices.retention == "forget":
+        found["retention"] = (matrices, choices.forget_bias)
+    if choices.retention == "rate":
+        found["rate"] = (1, 0.0)
+    if choices.step_size not in ("one", "rate"):
+        found["step_size"] = (matrices * steps, 0.0)
+    if rule.algorithm.has_momentum:
+        found["momentum"] = (matrices, 0.0)
+    if rule.bias.takes_gate and not rule.bias.affine and not by_channel(choices, rule):
+        found["bias_gate"] = (steps, SOFTPLUS_ONE)
+    return found
+
+
+def channel_gates(choices: GateChoices, rule: memory.MemoryRule) -> dict[str, float]:
+    """The logits of every channel, {name: their bias at first}."""
+    forget = {"forget": choices.forget_bias, "gla": 0.0, "rwkv": -3.0}
+    found = {}
+    for side, kind in (("key", choices.key), ("value", choices.value)):
+        if kind:
+            found[side] = forget[kind]
+    for side in tuple(found) if choices.channel_steps else ():
+        found[f"{side}_step"] = 0.0
+    if by_channel(choices, rule):
+        found["bias_gate"] = SOFTPLUS_ONE
+    if choices.keys == "removal":
+        found["removal_step"] = 0.0
+    return found
+
+
+def by_channel(choices: GateChoices, rule: memory.MemoryRule) -> bool:
+    """Whether the bias has a threshold per channel: Huber's may; a configuration may put another bias in its place."""
+    return choices.bias_gate and isinstance(rule.bias, memory.biases.Huber)
 
 
 def log_retention(kind: str, logit: jax.Array) -> jax.Array:

@@ -19,11 +19,7 @@ EPSILON = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class AttentionalBias(abc.ABC):
-    """The inner loss of one token.
-
-    affine: the cotangent is slope(gate) * read - value, the case in which a linear memory's gradient has a closed form
-    over a whole block of tokens (design 3.2).
-    """
+    """The inner loss of one token; takes_gate: with a number of the token's own."""
 
     affine = False
     takes_gate = False
@@ -32,16 +28,37 @@ class AttentionalBias(abc.ABC):
     def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """read, value [..., head_dim], gate [..., 1] or [..., head_dim] -> losses [...]."""
 
+
+@dataclasses.dataclass(frozen=True)
+class AffineBias(AttentionalBias):
+    """A bias with the cotangent slope(gate) * read - value, for which a linear memory's gradient has a closed form over
+    a whole block of tokens (design 3.2)."""
+
+    affine = True
+
+    @abc.abstractmethod
     def slope(self, gate: jax.Array | None):
-        """The factor of the read in the cotangent of an affine bias: a float, or [..., 1]."""
-        raise NotImplementedError(f"{self} is not affine.")
+        """The factor of the read: a float, or [..., 1]."""
 
 
 @dataclasses.dataclass(frozen=True)
-class L2(AttentionalBias):
-    """1/2 ||read - value||^2 (Titans eq 12 with the factor of its appendix C); cotangent read - value."""
+class DeltaBias(AttentionalBias):
+    """A bias with a size `delta` at which it changes; a token's gate takes its place."""
 
-    affine = True
+    delta: float = 1.0
+    takes_gate = True
+
+    def __post_init__(self):
+        check_positive("delta", self.delta)
+
+    def delta_of(self, gate: jax.Array | None):
+        """delta of every token, a float or [...], for a bias that measures the norm of the error."""
+        return self.delta if gate is None else gate[..., 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class L2(AffineBias):
+    """1/2 ||read - value||^2 (Titans eq 12 with the factor of its appendix C); cotangent read - value."""
 
     def __call__(self, read, value, gate=None):
         return 0.5 * jnp.sum(jnp.square(read - value), axis=-1)
@@ -51,10 +68,8 @@ class L2(AttentionalBias):
 
 
 @dataclasses.dataclass(frozen=True)
-class DotProduct(AttentionalBias):
+class DotProduct(AffineBias):
     """-<read, value>, the Hebbian bias of linear attention (papers 3.3); cotangent -value."""
-
-    affine = True
 
     def __call__(self, read, value, gate=None):
         return -jnp.sum(read * value, axis=-1)
@@ -64,13 +79,12 @@ class DotProduct(AttentionalBias):
 
 
 @dataclasses.dataclass(frozen=True)
-class Affine(AttentionalBias):
+class Affine(AffineBias):
     """1/2 s ||read||^2 - <read, value>, s the token's gate: s = 1 corrects as L2, s = 0 adds as the dot product.
 
     RWKV-7 erases with one and writes with the other (papers 3.2).
     """
 
-    affine = True
     takes_gate = True
 
     def __call__(self, read, value, gate=None):
@@ -106,67 +120,48 @@ class Lp(AttentionalBias):
 
 
 @dataclasses.dataclass(frozen=True)
-class Huber(AttentionalBias):
+class Huber(DeltaBias):
     """Huber's loss of every coordinate (Miras eq 13-14); cotangent clip(read - value, -delta, delta)."""
-
-    delta: float = 1.0
-    takes_gate = True
-
-    def __post_init__(self):
-        check_positive("delta", self.delta)
 
     def __call__(self, read, value, gate=None):
         return jnp.sum(optax.losses.huber_loss(read, value, delta=self.delta if gate is None else gate), axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
-class HuberNorm(AttentionalBias):
+class HuberNorm(DeltaBias):
     """Huber's loss of ||read - value|| (Miras eq 15); cotangent r min(1, delta / ||r||). The gate is [..., 1]."""
 
-    delta: float = 1.0
-    takes_gate = True
-
-    def __post_init__(self):
-        check_positive("delta", self.delta)
-
     def __call__(self, read, value, gate=None):
-        delta = self.delta if gate is None else gate[..., 0]
-        return optax.losses.huber_loss(safe_norm(read - value), delta=delta)
+        return optax.losses.huber_loss(safe_norm(read - value), delta=self.delta_of(gate))
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture(AttentionalBias):
+class Mixture(DeltaBias):
     """Miras eq 16, literally: ||r||^2 while ||r|| <= delta, delta ||r||_1 beyond; the cotangent jumps at the switch."""
 
-    delta: float = 1.0
     sharpness: float = 50.0
-    takes_gate = True
 
     def __post_init__(self):
-        check_positive("delta", self.delta)
+        super().__post_init__()
         check_positive("sharpness", self.sharpness)
 
     def __call__(self, read, value, gate=None):
-        residual, delta = read - value, self.delta if gate is None else gate[..., 0]
+        residual, delta = read - value, self.delta_of(gate)
         far = delta * jnp.sum(smooth_power(1.0, self.sharpness, EPSILON, residual), axis=-1)
         return jnp.where(safe_norm(residual) <= delta, jnp.sum(jnp.square(residual), axis=-1), far)
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueShift(AttentionalBias):
+class ValueShift(DeltaBias):
     """max over ||shift|| <= delta of 1/2 ||r - shift||^2 = 1/2 (||r|| + delta)^2 (Miras eq 17); delta >= 0, learnable
     through the gate. Cotangent r + delta r / ||r||."""
-
-    delta: float = 1.0
-    takes_gate = True
 
     def __post_init__(self):
         if not self.delta >= 0:
             raise ValueError(f"delta is {self.delta!r}: the largest shift of a value must be 0 or more, for example 1.")
 
     def __call__(self, read, value, gate=None):
-        delta = self.delta if gate is None else gate[..., 0]
-        return 0.5 * jnp.square(safe_norm(read - value) + delta)
+        return 0.5 * jnp.square(safe_norm(read - value) + self.delta_of(gate))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))

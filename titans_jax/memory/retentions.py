@@ -66,36 +66,49 @@ class Decay(Retention):
 
 
 @dataclasses.dataclass(frozen=True)
-class ElasticNet(Retention):
-    """W_t = S_threshold(alpha_t W_{t-1} + S_t) (Miras eq 22): alpha forgets softly, the threshold hard.
-
-    Inside a chunk W is linear; the threshold is applied once, at its end. smooth: "exact" soft threshold; "arctan", the
-    paper's |z| arctan(z / threshold) 2 / pi, which shrinks by 2/pi of the threshold; "tanh", z - threshold tanh(z /
-    threshold), which shrinks by all of it.
-    """
+class Threshold(Retention):
+    """What the elastic nets share: a soft threshold, "exact" or in one of two smooth forms. "arctan" is the paper's |z|
+    arctan(z / threshold) 2 / pi, which shrinks by 2/pi of the threshold; "tanh" is z - threshold tanh(z / threshold),
+    which shrinks by all of it."""
 
     threshold: float = 1e-4
     smooth: Literal["exact", "arctan", "tanh"] = "exact"
 
     def __post_init__(self):
-        check_threshold(self.threshold, self.smooth)
+        threshold, smooth = self.threshold, self.smooth
+        if not threshold > 0:
+            raise ValueError(
+                f"threshold is {threshold!r}: it must be above 0, for example 1e-4; without one use decay()."
+            )
+        if smooth not in ("exact", "arctan", "tanh"):
+            raise ValueError(f"smooth is {smooth!r}: it must be 'exact', 'arctan' or 'tanh'.")
 
-    def close(self, carried, opened, params):
-        return tuple(shrink(z, self.threshold, self.smooth) for z in carried)
+    def shrink(self, matrices: Matrices) -> Matrices:
+        """The soft threshold of every entry."""
+        if self.smooth == "arctan":
+            return tuple(jnp.abs(z) * jnp.arctan(z / self.threshold) * (2 / jnp.pi) for z in matrices)
+        if self.smooth == "tanh":
+            return tuple(z - self.threshold * jnp.tanh(z / self.threshold) for z in matrices)
+        return tuple(jnp.sign(z) * jnp.maximum(jnp.abs(z) - self.threshold, 0) for z in matrices)
 
 
 @dataclasses.dataclass(frozen=True)
-class FtrlElasticNet(Retention):
+class ElasticNet(Threshold):
+    """W_t = S_threshold(alpha_t W_{t-1} + S_t) (Miras eq 22): alpha forgets softly, the threshold hard.
+
+    Inside a chunk W is linear; the threshold is applied once, at its end.
+    """
+
+    def close(self, carried, opened, params):
+        return self.shrink(carried)
+
+
+@dataclasses.dataclass(frozen=True)
+class FtrlElasticNet(Threshold):
     """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but not forgotten."""
 
-    threshold: float = 1e-4
-    smooth: Literal["exact", "arctan", "tanh"] = "exact"
-
-    def __post_init__(self):
-        check_threshold(self.threshold, self.smooth)
-
     def weights(self, carried, params):
-        return tuple(shrink(z, self.threshold, self.smooth) for z in carried)
+        return self.shrink(carried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,15 +288,6 @@ class BregmanLogit(Retention):
         return tuple(jnp.mean(w * (1 - w)) for w in self.weights(carried, params))
 
 
-def shrink(z: jax.Array, threshold: float, smooth: str) -> jax.Array:
-    """The soft threshold or one of its smooth forms; see `ElasticNet`."""
-    if smooth == "arctan":
-        return jnp.abs(z) * jnp.arctan(z / threshold) * (2 / jnp.pi)
-    if smooth == "tanh":
-        return z - threshold * jnp.tanh(z / threshold)
-    return jnp.sign(z) * jnp.maximum(jnp.abs(z) - threshold, 0)
-
-
 def norm(matrix: jax.Array, q: float) -> jax.Array:
     """||matrix||_q over all entries, with a finite gradient at 0; the largest entry is taken out first."""
     largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(matrix)), 1e-30))
@@ -301,13 +305,6 @@ def bisect(function: Callable, low: jax.Array, high: jax.Array, steps: int = 60)
 
     low, high = jax.lax.fori_loop(0, steps, halve, (low, high))
     return 0.5 * (low + high)
-
-
-def check_threshold(threshold: float, smooth: str) -> None:
-    if not threshold > 0:
-        raise ValueError(f"threshold is {threshold!r}: it must be above 0, for example 1e-4; without one use decay().")
-    if smooth not in ("exact", "arctan", "tanh"):
-        raise ValueError(f"smooth is {smooth!r}: it must be 'exact', 'arctan' or 'tanh'.")
 
 
 def check_size(size: float | None) -> None:

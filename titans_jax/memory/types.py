@@ -64,7 +64,8 @@ class MemoryRule:
     def exact(self) -> bool:
         """Whether the parallel forms give the token-by-token rule: its gradients do not depend on where they are taken,
         or every token is a chunk of its own."""
-        return self.chunk_size == 1 or isinstance(self.algorithm, LeastSquares) or isinstance(self.bias, DotProduct)
+        hebbian = isinstance(self.bias, DotProduct) and isinstance(self.architecture, Linear)
+        return self.chunk_size == 1 or isinstance(self.algorithm, LeastSquares) or hebbian
 
     def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """[in, out] of every fast matrix."""

@@ -101,25 +101,20 @@ def of_blocks(gates: Gates, resets: jax.Array | None) -> tuple[Weighing | Channe
     matrices = gates.step_size.shape[-1]
     made = []
     for i in range(matrices):
-        mine = [True] * (i == 0 and gates.log_key_retention is not None)
-        mine += [False] * (i == matrices - 1 and gates.log_value_retention is not None)
-        if gates.log_momentum is not None and mine:
-            made.append(ChannelWeighing(of_channels(gates, i, mine[0]), mine[0]))
-            continue
-        K = {
-            side: jax.vmap(channels.cumulative)(side_retention(gates, side), gates.mask) if side in mine else None
-            for side in (True, False)
-        }
-        made.append(Weighing(jax.tree.map(lambda leaf: leaf[:, i], scalars), K[True], K[False]))  # noqa: B023
+        of_inputs = gates.log_key_retention if i == 0 else None
+        of_outputs = gates.log_value_retention if i == matrices - 1 else None
+        if gates.log_momentum is None or (of_inputs is None and of_outputs is None):
+            K = (x if x is None else jax.vmap(channels.cumulative)(x, gates.mask) for x in (of_inputs, of_outputs))
+            made.append(Weighing(jax.tree.map(lambda leaf: leaf[:, i], scalars), *K))  # noqa: B023
+        elif of_inputs is not None:
+            made.append(ChannelWeighing(of_channels(gates, i, of_inputs), True))
+        else:
+            made.append(ChannelWeighing(of_channels(gates, i, of_outputs), False))
     return tuple(made)
 
 
-def side_retention(gates: Gates, of_inputs: bool) -> jax.Array:
-    return gates.log_key_retention if of_inputs else gates.log_value_retention
-
-
-def of_channels(gates: Gates, i: int, of_inputs: bool) -> Coefficients:
+def of_channels(gates: Gates, i: int, log_retention: jax.Array) -> Coefficients:
     """Coefficients of every channel of matrix i, leaves [blocks, channels, ...]: the C x C x d form."""
-    log_retention = gates.log_retention[..., i, None] + side_retention(gates, of_inputs)
+    log_retention = gates.log_retention[..., i, None] + log_retention
     one = jax.vmap(coefficients, in_axes=(1, None, None, None))
     return jax.vmap(one)(log_retention, gates.log_momentum[..., i], gates.step_size[..., i], gates.mask)

@@ -9,7 +9,7 @@ import jax
 
 from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.feed_forward import hidden_width
-from titans_jax.layers.memory_gates import GATES
+from titans_jax.layers.memory_gates import GATES, channel_gates, scalar_gates
 from titans_jax.memory.linear_block import block_size
 
 # Peak bfloat16 operations per second of one chip, by jax's device kind.
@@ -68,14 +68,12 @@ def memory_layer_flops(model: ModelConfig) -> float:
     """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads. Per token."""
     memory, choices = model.memory, GATES[model.memory.preset]
     rule = memory_rule(memory)
-    matrices, steps = len(memory_matrices(model)), rule.algorithm.steps
-    inputs = 1 + 2 * (1 if choices.keys == "removal" else steps)  # queries, and keys and values of every inner step
+    # Queries, and keys and values of every inner step.
+    inputs = 1 + 2 * (1 if choices.keys == "removal" else rule.algorithm.steps)
     projections = (inputs + 2) * 2 * model.dim**2
     convolutions = inputs * 2 * model.conv_size * model.dim
-    scalars = matrices * (choices.retention == "forget") + matrices * rule.algorithm.has_momentum
-    scalars += matrices * steps * (choices.step_size not in ("one", "rate")) + (choices.retention == "rate")
-    sides = (choices.key is not None) + (choices.value is not None)
-    channels = sides * (1 + choices.channel_steps) + choices.bias_gate + (choices.keys == "removal")
+    scalars = sum(width for width, _ in scalar_gates(choices, rule, model.head_dim).values())
+    channels = len(channel_gates(choices, rule))
     low_rank = 2 * memory.gate_rank * (model.dim + channels * model.dim) if channels else 0
     gates = 2 * model.dim * model.num_heads * scalars + low_rank
     return projections + convolutions + gates + model.num_heads * memory_flops(model)
