@@ -23,6 +23,7 @@ from titans_jax.memory import (
     biases,
     chunked,
     engine,
+    fused,
     presets,
     recurrent,
     retentions,
@@ -47,7 +48,12 @@ __all__ = [
     "start_chunk",
 ]
 
-FORMS = {"recurrent": recurrent.memorize, "associative": associative.memorize, "chunked": chunked.memorize}
+FORMS = {
+    "recurrent": recurrent.memorize,
+    "associative": associative.memorize,
+    "chunked": chunked.memorize,
+    "fused": fused.memorize,
+}
 
 
 def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:

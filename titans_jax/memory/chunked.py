@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from titans_jax.memory import engine, gated_block, lag, linear_block, weighing
-from titans_jax.memory.coefficients import of_chunks
 from titans_jax.memory.grid import memorize_blocks
 from titans_jax.memory.types import MemoryRule, MemoryState
 
@@ -13,13 +14,20 @@ from titans_jax.memory.types import MemoryRule, MemoryState
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
     """Sequential over chunks, parallel inside; a linear memory takes an exact triangular-solve path where one is."""
     arguments = (rule, params, state, queries, keys, values, gates, resets, initial)
-    if linear_block.runs(rule, gates):
-        return memorize_blocks(linear_block.memorize, linear_block.block_size(rule), *arguments, prepare=of_chunks)
-    if gated_block.runs(rule, gates):
-        return memorize_blocks(gated_block.memorize, linear_block.block_size(rule), *arguments)
+    for exact in (linear_block, gated_block):
+        if exact.runs(rule, gates):
+            prepare = functools.partial(exact.prepare, rule)
+            return memorize_blocks(exact.memorize, linear_block.block_size(rule), *arguments, prepare=prepare)
     if rule.retention.lags:
         return memorize_blocks(lag.first_token(memorize_chunk), rule.chunk_size, *arguments)
-    return memorize_blocks(memorize_chunk, rule.chunk_size, *arguments, prepare=weighing.of_blocks)
+    return memorize_blocks(
+        memorize_chunk, rule.chunk_size, *arguments, prepare=lambda *inputs: weighing.of_blocks(*inputs[3:])
+    )
+
+
+def weigh(queries, keys, values, gates, resets):
+    """The weighings of a chunk, which take of its inputs the gates only."""
+    return weighing.of_blocks(gates, resets)
 
 
 def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):

@@ -12,9 +12,29 @@ from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 def matmul(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
     """x @ y with operands in operand_dtype, accumulated and returned in float32 (float64 for float64)."""
-    precision = jax.lax.Precision.DEFAULT if operand_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
     x, y = x.astype(operand_dtype), y.astype(operand_dtype)
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=state_dtype(operand_dtype))
+    return jnp.matmul(x, y, precision=precision(operand_dtype), preferred_element_type=state_dtype(operand_dtype))
+
+
+def products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+    """x @ y.T, every row of x [t, n] with every row of y [i, n], as `matmul`."""
+    return contract(x, y, 1, operand_dtype)
+
+
+def outer(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+    """x.T @ y, the sum over tokens of x_t^T y_t: [t, in] and [t, out] -> [in, out], as `matmul`."""
+    return contract(x, y, 0, operand_dtype)
+
+
+def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
+    """The sum over this axis of both, named to the compiler: a transpose of its own costs a kernel dearly."""
+    x, y, dimensions = x.astype(operand_dtype), y.astype(operand_dtype), (((axis,), (axis,)), ((), ()))
+    return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), state_dtype(operand_dtype))
+
+
+def precision(operand_dtype) -> jax.lax.Precision:
+    """One pass for bfloat16 operands, all digits for wider ones."""
+    return jax.lax.Precision.DEFAULT if operand_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
 
 
 def state_dtype(dtype) -> jnp.dtype:

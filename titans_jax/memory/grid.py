@@ -87,7 +87,7 @@ def memorize_blocks(
     """Scan `block` over the grid: (reads [time, head_dim], state, surprise [time]).
 
     block(rule, params, start, initial, inputs) -> ((weights, momentum, open chunk's start), reads, surprise) for one
-    block's inputs (queries, keys, values, gates, resets, prepared). prepare(gates, resets), leaves [blocks, ...], gives
+    block's inputs (queries, keys, values, gates, resets, prepared). prepare(*inputs), leaves [blocks, ...], gives
     what can be computed for many blocks at once because it does not depend on the state.
     """
     between_chunks = starts_chunk(state)
@@ -109,7 +109,7 @@ def memorize_blocks(
         return (weights, momentum, opened), (reads, surprise)
 
     def group(carry, inputs):
-        prepared = prepare and prepare(*inputs[4:])
+        prepared = prepare and prepare(*inputs[1:])
         return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, (*inputs, prepared))
 
     carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)

@@ -12,14 +12,16 @@ changes the numbers. A document that starts inside the block brings the initial 
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import algorithms, architectures, biases, engine
+from titans_jax.memory import algorithms, architectures, biases, engine, halvings
+from titans_jax.memory.coefficients import Coefficients, of_chunks
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 TOKENS_PER_BLOCK = 64
-SOLVE_ROWS = 16
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
@@ -34,28 +36,59 @@ def block_size(rule: MemoryRule) -> int:
     return rule.chunk_size * max(1, TOKENS_PER_BLOCK // rule.chunk_size)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What of a block does not depend on its start state; [tokens, tokens] but for the coefficients c.
+
+    start_G, overlap: c.G at each token's chunk start, and times the products of keys, which is how errors weigh in what
+    is judged.
+    inverse: of the system that the errors solve, None where they depend on no other. scores: how they weigh in reads.
+    """
+
+    c: Coefficients
+    start_G: jax.Array
+    overlap: jax.Array
+    inverse: jax.Array | None
+    scores: jax.Array
+
+
+def prepare(rule: MemoryRule, queries, keys, values, gates: Gates, resets) -> Prepared:
+    """`Prepared`, leaves [blocks, ...], of inputs [blocks, tokens, ...]."""
+    c = jax.tree.map(lambda leaf: leaf[:, 0], of_chunks(gates, resets))
+    return jax.vmap(lambda *block: prepare_block(rule, *block))(queries, keys, c, resets)
+
+
+def prepare_block(rule: MemoryRule, queries, keys, c: Coefficients, resets) -> Prepared:
+    """`Prepared` of one block."""
+    slope = rule.bias.slope(None)
+    start_G = chunk_start(rule, resets, c.G, 0, 0)
+    overlap = -start_G * engine.products(keys, keys, keys.dtype)
+    solves = slope and rule.chunk_size < keys.shape[0]
+    inverse = invert_unit_lower(slope * overlap) if solves else None
+    return Prepared(c, start_G, overlap, inverse, engine.products(queries, keys, keys.dtype) * c.G)
+
+
+def chunk_start(rule: MemoryRule, resets, rows, at_first, at_reset):
+    """`rows` of the token before each token's chunk; where there is none, what is said."""
+    size = rule.chunk_size
+    rows = jnp.concatenate([jnp.full_like(rows[:1], at_first), rows[size - 1 : -1 : size]])
+    if resets is not None:
+        rows = jnp.where(resets[::size].reshape(-1, *[1] * (rows.ndim - 1)), at_reset, rows)
+    return jnp.repeat(rows, size, axis=0)
+
+
 def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
     """One block: ((weights, momentum, open chunk's start), reads, surprise) from its start state."""
-    queries, keys, values, gates, resets, scales = inputs
-    chunk_size, operand_dtype, slope = rule.chunk_size, keys.dtype, rule.bias.slope(None)
-    c = jax.tree.map(lambda leaf: leaf[0], scales)
+    queries, keys, values, gates, resets, prepared = inputs
+    chunk_size, operand_dtype, c, slope = rule.chunk_size, keys.dtype, prepared.c, rule.bias.slope(None)
     sources, weights_scales, momentum_scales = terms(c, start, initial)
-    fresh = None if resets is None else jnp.repeat(resets[::chunk_size], chunk_size)
-
-    def chunk_start(rows, at_first, at_reset):
-        """`rows` of the token before each token's chunk."""
-        rows = jnp.concatenate([jnp.full_like(rows[:1], at_first), rows[chunk_size - 1 : -1 : chunk_size]])
-        rows = jnp.repeat(rows, chunk_size, axis=0)
-        if fresh is None:
-            return rows
-        return jnp.where(fresh.reshape(-1, *[1] * (rows.ndim - 1)), at_reset, rows)
 
     # The carried weights (source 0) count fully at the block's first chunk, the initial ones at a reset, nothing else.
     start_scales = [
-        None if scale is None else chunk_start(scale, float(source == 0), float(source == 2))
+        None if scale is None else chunk_start(rule, resets, scale, float(source == 0), float(source == 2))
         for source, scale in enumerate(weights_scales)
     ]
-    start_G = chunk_start(c.G, 0, 0)
 
     def at_chunk_start(rows, first):
         """k_t times the weights of t's chunk start, without the block's own writes."""
@@ -74,21 +107,19 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
             [engine.matmul(head, anchor, operand_dtype), engine.matmul(tail, carried, operand_dtype)]
         ),
     )
-    overlap = -start_G * engine.matmul(keys, keys.T, operand_dtype)
     values = engine.widen(values)
     errors = slope * base - values
-    if slope and chunk_size < keys.shape[0]:
-        errors = solve_unit_lower(slope * overlap, errors)
+    if prepared.inverse is not None:
+        errors = engine.matmul(prepared.inverse, errors, errors.dtype)
 
-    scores = engine.matmul(queries, keys.T, operand_dtype) * c.G
-    reads = engine.matmul(scores, errors, operand_dtype)
+    reads = engine.matmul(prepared.scores, errors, operand_dtype)
     for source, scale in zip(sources, weights_scales, strict=True):
         if scale is not None:
             reads += scale[:, None] * engine.matmul(queries, source, operand_dtype)
 
     def state_at(scales, row, token):
         """The state after `token`, whose sources and errors weigh `scales[token]` and `row` [tokens]."""
-        state = engine.matmul(keys.T, row[:, None] * errors, operand_dtype)
+        state = engine.outer(keys, row[:, None] * errors, operand_dtype)
         for source, scale in zip(sources, scales, strict=True):
             if scale is not None:
                 state += scale[token] * source
@@ -99,10 +130,10 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     opened = (anchor,)
     if gates.mask is not None:
         token = jnp.max(jnp.where(gates.mask, jnp.arange(keys.shape[0], dtype=jnp.int32), 0)) // chunk_size * chunk_size
-        here = state_at(start_scales, start_G[token], token)
-        first = token == 0 if fresh is None else (token == 0) & ~fresh[0]
+        here = state_at(start_scales, prepared.start_G[token], token)
+        first = token == 0 if resets is None else (token == 0) & ~resets[0]
         opened = (jnp.where(first, anchor, here),)
-    anchor_reads = base - engine.matmul(overlap, errors, operand_dtype)
+    anchor_reads = base - engine.matmul(prepared.overlap, errors, operand_dtype)
     surprise = jax.lax.stop_gradient((rule.bias(anchor_reads, values), jnp.linalg.norm(errors, axis=-1)))
     return (weights, momentum, opened), reads, Surprise(*surprise)
 
@@ -119,47 +150,35 @@ def terms(c, start: MemoryState, initial: MemoryState):
 
 
 @jax.custom_vjp
-def solve_unit_lower(lower: jax.Array, right: jax.Array) -> jax.Array:
-    """x of (I + strictly lower) x = right, both float32 or float64, [n, n] and [n, m].
-
-    Forward substitution on 16-row blocks: no Newton-Schulz, no powers of the nilpotent part (design 3.2). The gradient
-    reuses the inverse.
-    """
-    return solve_forward(lower, right)[0]
-
-
-def solve_forward(lower, right):
-    inverse = invert_unit_lower(lower)
-    solution = engine.matmul(inverse, right, right.dtype)
-    return solution, (inverse, solution)
-
-
-def solve_backward(residuals, cotangent):
-    inverse, solution = residuals
-    right = engine.matmul(inverse.T, cotangent, cotangent.dtype)
-    return jnp.tril(-engine.matmul(right, solution.T, cotangent.dtype), -1), right
-
-
-solve_unit_lower.defvjp(solve_forward, solve_backward)
-
-
 def invert_unit_lower(lower: jax.Array) -> jax.Array:
-    """(I + strictly lower)^-1, [n, n]."""
-    size = lower.shape[0]
-    padded = -(-size // SOLVE_ROWS) * SOLVE_ROWS
-    lower = jnp.pad(lower, ((0, padded - size), (0, padded - size)))
-    blocks = lower.reshape(-1, SOLVE_ROWS, padded // SOLVE_ROWS, SOLVE_ROWS)
-    diagonal = jnp.stack([blocks[i, :, i] for i in range(len(blocks))])
-    identity = jnp.eye(SOLVE_ROWS, dtype=lower.dtype)
-    rows = [jnp.broadcast_to(identity[0], diagonal[:, 0].shape)]
-    for i in range(1, SOLVE_ROWS):
-        above = jnp.stack(rows, axis=1)
-        rows.append(identity[i][None] - jnp.sum(diagonal[:, i, :i, None] * above, axis=1))
-    inverses = jnp.stack(rows, axis=1)
-    eye = jnp.eye(padded, dtype=lower.dtype).reshape(-1, SOLVE_ROWS, padded)
-    result = engine.matmul(inverses[0], eye[0], lower.dtype)
-    for i in range(1, len(blocks)):
-        above = lower[i * SOLVE_ROWS : (i + 1) * SOLVE_ROWS, : i * SOLVE_ROWS]
-        right = eye[i] - engine.matmul(above, result, lower.dtype)
-        result = jnp.concatenate([result, engine.matmul(inverses[i], right, lower.dtype)])
-    return result[:size, :size]
+    """(I + strictly lower)^-1, [n, n], float32 or float64.
+
+    Substitution block by block, [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]] from single rows up: no
+    Newton-Schulz, no powers of the nilpotent part (design 3.2).
+    """
+    return substitute(lower)
+
+
+def invert_forward(lower):
+    inverse = substitute(lower)
+    return inverse, inverse
+
+
+def invert_backward(inverse, cotangent):
+    right = engine.outer(inverse, cotangent, cotangent.dtype)
+    return (jnp.tril(-engine.products(right, inverse, cotangent.dtype), -1),)
+
+
+invert_unit_lower.defvjp(invert_forward, invert_backward)
+
+
+def substitute(lower: jax.Array) -> jax.Array:
+    """`invert_unit_lower` without its gradient."""
+    size = len(lower)
+    lower = jnp.pad(lower, (0, halvings.power_of_two(size) - size))
+    inverse = jnp.ones((len(lower), 1, 1), lower.dtype)
+    for level in halvings.levels(len(lower)):
+        inverse = halvings.on_diagonal(inverse, level.size)
+        right = engine.matmul(level.across(lower), inverse, lower.dtype)
+        inverse -= engine.matmul(inverse, right, lower.dtype)
+    return inverse[0, :size, :size]

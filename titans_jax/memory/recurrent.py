@@ -38,7 +38,7 @@ def write(rule: MemoryRule, params, state: MemoryState, key, value, gate: Gates)
     lagging = rule.retention.lags & (state.position == 0)
     weights, momentum = [], []
     for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
-        step = -gate.step_size[i] * engine.matmul(x.T, delta, key.dtype)
+        step = -gate.step_size[i] * engine.outer(x, delta, key.dtype)
         if rule.algorithm.has_momentum:
             step = jnp.exp(gate.log_momentum[i]) * state.momentum[i] + step
             momentum.append(step)

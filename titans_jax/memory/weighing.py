@@ -19,41 +19,51 @@ from titans_jax.memory.types import Gates
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """c: scalar coefficients. K_in, K_out: cumulative log retention of input and output channels, or None."""
+    """Scalar coefficients of a block (see `Coefficients`), vectors as columns [tokens, 1]; to_end is the last row of G.
 
-    c: Coefficients
-    K_in: jax.Array | None
-    K_out: jax.Array | None
+    by_input, by_output: log retention of input and output channels, [tokens, channels], or None.
+    """
+
+    beta: jax.Array
+    f: jax.Array | None
+    p: jax.Array | None
+    G: jax.Array
+    to_end: jax.Array
+    N: jax.Array | None
+    by_input: jax.Array | None = None
+    by_output: jax.Array | None = None
 
     def read(self, x, start, momentum, inner, deltas, operand_dtype):
         """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i."""
-        c, K_in, K_out = self.c, self.K_in, self.K_out
-        if K_in is None:
-            scores = engine.matmul(x, inner.T, operand_dtype)
+        faded = x
+        if self.by_input is None:
+            scores = engine.products(x, inner, operand_dtype)
         else:
-            lower = jnp.tril(jnp.ones(c.G.shape, bool))
-            scores = channels.decayed_scores(x, K_in, inner, K_in, lower)
-        past = scores * c.G
-        out = c.beta[:, None] * engine.matmul(x if K_in is None else x * jnp.exp(K_in), start, operand_dtype)
+            scores = channels.decayed_scores(x, inner, self.by_input, jnp.tril(jnp.ones(self.G.shape, bool)))
+            faded = x * jnp.exp(channels.cumulative(self.by_input))
+        past = scores * self.G
+        out = self.beta * engine.matmul(faded, start, operand_dtype)
         if momentum is not None:
-            out += c.f[:, None] * engine.matmul(x, momentum, operand_dtype)
-        if K_out is None:
+            out += self.f * engine.matmul(x, momentum, operand_dtype)
+        if self.by_output is None:
             return out + engine.matmul(past, deltas, operand_dtype)
-        return out * jnp.exp(K_out) + channels.decayed_mix(past, K_out, deltas)
+        out *= jnp.exp(channels.cumulative(self.by_output))
+        return out + channels.decayed_mix(past, deltas, self.by_output)
 
     def carry(self, start, momentum, inner, deltas, operand_dtype):
         """The matrix and its momentum after the last token."""
-        c = self.c
-        kept, deltas_kept = c.beta[-1] * start, c.G[-1][:, None] * deltas
-        if self.K_in is not None:
-            kept, inner = kept * jnp.exp(self.K_in[-1])[:, None], inner * jnp.exp(self.K_in[-1:] - self.K_in)
-        if self.K_out is not None:
-            kept, deltas_kept = kept * jnp.exp(self.K_out[-1:]), deltas_kept * jnp.exp(self.K_out[-1:] - self.K_out)
-        moved = kept + engine.matmul(inner.T, deltas_kept, operand_dtype)
+        kept, inner_kept, deltas_kept = self.beta[-1:] * start, inner, self.to_end * deltas
+        if self.by_input is not None:
+            K = channels.cumulative(self.by_input)
+            kept, inner_kept = kept * jnp.exp(K[-1])[:, None], inner * jnp.exp(K[-1:] - K)
+        if self.by_output is not None:
+            K = channels.cumulative(self.by_output)
+            kept, deltas_kept = kept * jnp.exp(K[-1:]), deltas_kept * jnp.exp(K[-1:] - K)
+        moved = kept + engine.outer(inner_kept, deltas_kept, operand_dtype)
         if momentum is None:
             return moved, None
-        moved += c.f[-1] * momentum
-        return moved, c.p[-1] * momentum + engine.matmul(inner.T, c.N[:, None] * deltas, operand_dtype)
+        moved += self.f[-1:] * momentum
+        return moved, self.p[-1:] * momentum + engine.outer(inner, self.N * deltas, operand_dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +83,7 @@ class ChannelWeighing:
             past = jnp.einsum("tc,ic,cti->ti", x, inner, c.G, precision="highest")
             return out + engine.matmul(past, deltas, operand_dtype)
         out = beta * engine.matmul(x, start, operand_dtype) + f * engine.matmul(x, momentum, operand_dtype)
-        scores = engine.matmul(x, inner.T, operand_dtype)
+        scores = engine.products(x, inner, operand_dtype)
         return out + jnp.einsum("ti,io,oti->to", scores, deltas, c.G, precision="highest")
 
     def carry(self, start, momentum, inner, deltas, operand_dtype):
@@ -85,8 +95,8 @@ class ChannelWeighing:
             if of_start is not None:
                 kept += wide(of_start) * start
             if self.of_inputs:
-                return kept + engine.matmul((inner * of_tokens.T).T, deltas, operand_dtype)
-            return kept + engine.matmul(inner.T, deltas * of_tokens.T, operand_dtype)
+                return kept + engine.outer(inner * of_tokens.T, deltas, operand_dtype)
+            return kept + engine.outer(inner, deltas * of_tokens.T, operand_dtype)
 
         c = self.c
         return weigh(c.beta[:, -1], c.f[:, -1], c.G[:, -1]), weigh(None, c.p[:, -1], c.N)
@@ -104,13 +114,19 @@ def of_blocks(gates: Gates, resets: jax.Array | None) -> tuple[Weighing | Channe
         of_inputs = gates.log_key_retention if i == 0 else None
         of_outputs = gates.log_value_retention if i == matrices - 1 else None
         if gates.log_momentum is None or (of_inputs is None and of_outputs is None):
-            K = (x if x is None else jax.vmap(channels.cumulative)(x, gates.mask) for x in (of_inputs, of_outputs))
-            made.append(Weighing(jax.tree.map(lambda leaf: leaf[:, i], scalars), *K))  # noqa: B023
+            sides = (x if x is None else jax.vmap(channels.clipped)(x, gates.mask) for x in (of_inputs, of_outputs))
+            made.append(columns(jax.tree.map(lambda leaf: leaf[:, i], scalars), *sides))  # noqa: B023
         elif of_inputs is not None:
             made.append(ChannelWeighing(of_channels(gates, i, of_inputs), True))
         else:
             made.append(ChannelWeighing(of_channels(gates, i, of_outputs), False))
     return tuple(made)
+
+
+def columns(c: Coefficients, by_input, by_output) -> Weighing:
+    """A weighing of coefficients with leaves [blocks, ...]."""
+    beta, f, p, to_end, N = (None if x is None else x[..., None] for x in (c.beta, c.f, c.p, c.G[:, -1], c.N))
+    return Weighing(beta, f, p, c.G, to_end, N, by_input, by_output)
 
 
 def of_channels(gates: Gates, i: int, log_retention: jax.Array) -> Coefficients:

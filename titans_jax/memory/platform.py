@@ -1,0 +1,12 @@
+"""What a program will run on."""
+
+from __future__ import annotations
+
+import jax
+
+
+def target_platform() -> str:
+    """What the program that is being traced will run on, "cpu", "gpu" or "tpu": the mesh's devices if one is set (they
+    need not exist here: `titans compile` describes them), else jax's default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
