@@ -13,6 +13,8 @@ theta of Titans. `chunk_size` is part of the model; how many tokens a form proce
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -126,7 +128,10 @@ def memorize(
     start, initial = engine.cast_state(state, dtype), None
     if resets is not None:
         initial = start_chunk(engine.cast_state(initial_state or init_state(rule, params), dtype))
-    reads, state, surprise = FORMS[form](rule, params, start, queries, keys, values, gates, resets, initial)
+    run = FORMS[form]
+    if form == "fused":  # of a kernel, nothing is dropped because nobody asks for it
+        run = functools.partial(run, watch=return_surprise)
+    reads, state, surprise = run(rule, params, start, queries, keys, values, gates, resets, initial)
     if steps > 1:
         reads = reads[steps - 1 :: steps]
         surprise = jax.tree.map(lambda x: jnp.sum(x.reshape(time, steps), axis=1), surprise)

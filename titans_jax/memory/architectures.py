@@ -69,7 +69,7 @@ class Mlp(Architecture):
     def read(self, linear, params, x):
         x = linear(0, x)
         for i in range(1, self.depth):
-            x = linear(i, jax.nn.gelu(x))
+            x = linear(i, gelu(x))
         return x
 
 
@@ -102,6 +102,29 @@ class GatedMlp(Architecture):
 
     def read(self, linear, params, x):
         return linear(2, jax.nn.silu(linear(0, x)) * linear(1, x))
+
+
+@jax.custom_jvp
+def gelu(x: jax.Array) -> jax.Array:
+    """`jax.nn.gelu`, the tanh approximation, in as few operations as value and slope together take: beside its matrix
+    products, a memory does little else."""
+    return gelu_and_slope(x)[0]
+
+
+@gelu.defjvp
+def gelu_jvp(primals, tangents):
+    value, slope = gelu_and_slope(*primals)
+    return value, slope * tangents[0]
+
+
+def gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """gelu(x) = x/2 (1 + tanh(u)), u = x (a + b x^2), and its derivative."""
+    a = (2 / jnp.pi) ** 0.5
+    b = 0.044715 * a
+    square, half = x * x, 0.5 * x
+    tanh = jnp.tanh(x * (a + b * square))
+    twice = 1 + tanh
+    return half * twice, 0.5 * twice + half * ((1 - tanh) * twice) * (a + 3 * b * square)
 
 
 def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,8 +11,30 @@ import jax.numpy as jnp
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
-def matmul(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A fast matrix [in, out] kept as `array` [out, in]: where out is narrow, lanes are full only that way."""
+
+    array: jax.Array
+
+    @property
+    def shape(self):
+        return self.array.shape[::-1]
+
+    def __mul__(self, scale):
+        return Transposed(self.array * scale)
+
+    def __add__(self, other):
+        return Transposed(self.array + other.array)
+
+    __rmul__ = __mul__
+
+
+def matmul(x: jax.Array, y: jax.Array | Transposed, operand_dtype) -> jax.Array:
     """x @ y with operands in operand_dtype, accumulated and returned in float32 (float64 for float64)."""
+    if isinstance(y, Transposed):
+        return products(x, y.array, operand_dtype)
     x, y = x.astype(operand_dtype), y.astype(operand_dtype)
     return jnp.matmul(x, y, precision=precision(operand_dtype), preferred_element_type=state_dtype(operand_dtype))
 
@@ -24,6 +47,23 @@ def products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
 def outer(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
     """x.T @ y, the sum over tokens of x_t^T y_t: [t, in] and [t, out] -> [in, out], as `matmul`."""
     return contract(x, y, 0, operand_dtype)
+
+
+def weighted_sums(rows, inner, deltas, operand_dtype, transposed=False):
+    """Sums over tokens of row_i inner_i^T deltas_i, [in, out], one per row [1, tokens], by one product.
+
+    The rows scale the narrower side: transposed, that is a product with as many rows, and the wider side is read once.
+    """
+    if inner.shape[1] > deltas.shape[1]:
+        totals = weighted_sums(rows, deltas, inner, operand_dtype)
+        return [Transposed(total) if transposed else total.T for total in totals]
+    stacked = join([row * inner.T for row in rows], operand_dtype)
+    return jnp.split(matmul(stacked, deltas, operand_dtype), len(rows))
+
+
+def join(operands, operand_dtype, axis: int = 0) -> jax.Array:
+    """Operands of a product side by side, each cast by itself: what another product takes too is cast once."""
+    return jnp.concatenate([x.astype(operand_dtype) for x in operands], axis=axis)
 
 
 def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:

@@ -10,26 +10,26 @@ Not on a TPU, the kernel is interpreted: right and slow, for tests.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from titans_jax.memory import chunked, weighing
+from titans_jax.memory import chunked, engine, weighing
 from titans_jax.memory.grid import final_state, lay_out, starts_chunk
 from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
-TOKENS_PER_STEP = 512
-"""Tokens, over heads and chunks, that one grid step aims at: starting a step costs as much as tens of tokens."""
-MOST_HEADS = 8
-"""Heads of a grid step: their matrix products are independent, so one's latency is the other's time."""
-CHUNKS_PER_STATE = 4
-"""Chunks of a grid step, at most; the backward pass stores one state for all of them."""
+FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 512
+"""Tokens, over heads, that a kernel takes at once. Their matrix products are independent, so one head's latency is the
+others' time; the backward kernel has more to keep."""
+STATE_TOKENS, MOST_CHUNKS = 256, 8
+"""Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
+LANES = 128
 VMEM_BYTES = 100 * 2**20
 
 
@@ -78,7 +78,7 @@ def runs(rule: MemoryRule, gates: Gates) -> bool:
     return rule.retention.linear and not gates.channel_wise and not rule.algorithm.decay_first
 
 
-def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
+def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
     """One head; `jax.vmap` over it makes one kernel for all heads of all sequences."""
     if not runs(rule, gates):
         raise ValueError(
@@ -89,7 +89,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     layout = lay_out(size, size, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
     count, column = len(queries), lambda flag: flag[:, None, None].astype(state.weights[0].dtype)
-    weighings = weighing.of_blocks(gates, None)
+    weighings = tuple(in_lanes(w) for w in weighing.of_blocks(gates, None))
     opened = None if layout.last is None else jnp.arange(count, dtype=jnp.int32) == layout.last // size
     chunks = Chunks(
         queries,
@@ -104,34 +104,34 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     between_chunks = starts_chunk(state)
     heads = Heads(
         slow,
-        (state.weights, state.momentum),
-        None if between_chunks else state.anchor,
-        None if resets is None else (initial.weights, initial.momentum),
+        fill_lanes((state.weights, state.momentum)),
+        None if between_chunks else fill_lanes(state.anchor),
+        None if resets is None else fill_lanes((initial.weights, initial.momentum)),
     )
     chunks, heads = jax.tree.map(lambda x: x[None], (chunks, heads))
-    found = jax.tree.map(lambda x: x[0], over_heads(rule)(chunks, heads))
-    loss, norm = (jax.lax.stop_gradient(layout.unplace(found.surprise[..., i])) for i in range(2))
+    found = jax.tree.map(lambda x: x[0], over_heads(rule, watch)(chunks, heads))
+    surprise = None
+    if watch:
+        loss, norm = (layout.unplace(jax.lax.stop_gradient(found.surprise[..., i])) for i in range(2))
+        surprise = Surprise(loss, norm)
+        if gates.mask is not None:
+            kept = layout.unplace(gates.mask)
+            surprise = jax.tree.map(lambda x: jnp.where(kept, x, 0), surprise)
+    (weights, momentum), anchor = upright((found.end, found.opened))
     if layout.last is not None:
-        kept = layout.unplace(gates.mask)
-        loss, norm = jnp.where(kept, loss, 0), jnp.where(kept, norm, 0)
-    weights, momentum = found.end
-    anchor = (
-        found.opened
-        if layout.last is None
-        else jax.tree.map(lambda x, a: jnp.where(layout.last < 0, a, x), found.opened, state.anchor)
-    )
+        anchor = jax.tree.map(lambda new, old: jnp.where(layout.last < 0, old, new), anchor, state.anchor)
     after = final_state(size, layout, state, weights, momentum, anchor)
-    return layout.reads(found.reads), after, Surprise(loss, norm)
+    return layout.reads(found.reads), after, surprise
 
 
 # One function of many heads, with a gradient of its own, whatever it is vmapped over
 
 
 @functools.cache
-def over_heads(rule: MemoryRule):
-    """(chunks, heads) -> Results, differentiable."""
-    forward = vmapped(functools.partial(run_forward, rule, False))
-    forward_for_gradient = vmapped(functools.partial(run_forward, rule, True))
+def over_heads(rule: MemoryRule, watch: bool):
+    """(chunks, heads) -> Results, differentiable; its surprise is None unless `watch`."""
+    forward = vmapped(functools.partial(run_forward, rule, watch, False))
+    forward_for_gradient = vmapped(functools.partial(run_forward, rule, watch, True))
     backward = vmapped(functools.partial(run_backward, rule))
 
     @jax.custom_vjp
@@ -143,8 +143,7 @@ def over_heads(rule: MemoryRule):
         return results, (chunks, heads, states)
 
     def gradient(residuals, cotangents):
-        chunks, heads, states = residuals
-        return backward(chunks, heads, states, cotangents._replace(surprise=None))
+        return backward(*residuals, cotangents._replace(surprise=None))
 
     run.defvjp(run_and_keep, gradient)
     return run
@@ -170,8 +169,17 @@ def vmapped(function):
 # The chunk function
 
 
-def run_chunk(rule: MemoryRule, slow, weights, momentum, anchor, initial, chunk: Chunks):
+def run_chunks(rule: MemoryRule, watch: bool, slow, state, anchor, initial, chunk: Chunks, is_first):
+    """`run_chunk` of several heads at once; the anchor of the sequence's first chunk may be another than its start."""
+    if anchor is not None:
+        anchor = jax.tree.map(lambda a, w: jnp.where(is_first, a, w), anchor, state[0])
+    one = functools.partial(run_chunk, rule, watch)
+    return jax.vmap(one)(slow, state, anchor, initial, chunk)
+
+
+def run_chunk(rule: MemoryRule, watch: bool, slow, state, anchor, initial, chunk: Chunks):
     """One chunk of one head, leaves without their leading axes: ((weights, momentum), opened, reads, surprise)."""
+    weights, momentum = state
     start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
     if initial is not None:
         fresh = MemoryState(*initial, initial[0], 0)
@@ -179,86 +187,86 @@ def run_chunk(rule: MemoryRule, slow, weights, momentum, anchor, initial, chunk:
     gates = Gates(None, None, None, bias_gate=chunk.bias_gate)
     inputs = (chunk.queries, chunk.keys, chunk.values, gates, None, chunk.weighings)
     (weights, momentum, opened), reads, surprise = chunked.memorize_chunk(rule, slow, start, None, inputs)
-    surprise = jnp.concatenate([surprise.loss[:, None], surprise.cotangent_norm[:, None]], axis=1)
-    return (weights, momentum), opened, reads, surprise
+    watched = jnp.stack([surprise.loss, surprise.cotangent_norm], axis=1) if watch else None
+    return (weights, momentum), opened, reads, watched
 
 
 # Kernels
 
 
 class Steps(NamedTuple):
-    """The grid: `heads` heads and `chunks` chunks per step."""
+    """The grid: `groups` groups of `chunks` chunks, `heads` heads at a time."""
 
     heads: int
     chunks: int
+    groups: int
 
 
-def steps_of(chunks: Chunks) -> Steps:
-    """Heads first, then chunks, until a step has enough to do."""
+def steps_of(chunks: Chunks, tokens: int) -> Steps:
+    """As many heads as make `tokens` tokens of a chunk, as many chunks as share a stored state."""
     n, count, size = chunks.queries.shape[:3]
-    heads = math.gcd(n, MOST_HEADS)
-    wanted = min(max(1, TOKENS_PER_STEP // (heads * size)), CHUNKS_PER_STATE)
-    return Steps(heads, max(g for g in range(1, wanted + 1) if count % g == 0))
+    heads = largest_divisor(n, tokens // size)
+    group = largest_divisor(count, min(STATE_TOKENS // size, MOST_CHUNKS))
+    return Steps(heads, group, count // group)
 
 
-def run_forward(rule: MemoryRule, keep: bool, chunks: Chunks, heads: Heads) -> tuple[Results, tuple]:
+def largest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, max(most, 1) + 1) if n % d == 0)
+
+
+def run_forward(rule: MemoryRule, watch: bool, keep: bool, chunks: Chunks, heads: Heads) -> tuple[Results, tuple]:
     """(results, states): the state before every group of chunks, [n, groups, rows, columns], if `keep`, else ()."""
-    steps = steps_of(chunks)
+    steps = steps_of(chunks, FORWARD_TOKENS)
     n, count, size, head_dim = chunks.queries.shape
-    groups, dtype = count // steps.chunks, heads.start[0][0].dtype
-    start = heads.start
-    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, groups, *x.shape[1:]), dtype), start) if keep else ()
-    end = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), start)
+    start, dtype = heads.start, jax.tree.leaves(heads.start)[0].dtype
+    end = like(start)
     results = Results(
         jax.ShapeDtypeStruct((n, count, size, head_dim), dtype),
-        jax.ShapeDtypeStruct((n, count, size, 2), dtype),
+        jax.ShapeDtypeStruct((n, count, size, 2), dtype) if watch else None,
         end,
         None if chunks.open is None else end[0],
     )
+    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, steps.groups, *x.shape[1:]), dtype), start) if keep else ()
 
     def kernel(chunks, heads, results, states, carried):
-        first, group = pl.program_id(1) == 0, pl.program_id(1)
+        group = pl.program_id(1)
 
-        @pl.when(first)
+        @pl.when(group == 0)
         def _():
             copy(heads.start, carried)
 
-        for h in range(steps.heads):
-            slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor), h)
-            weights, momentum = read(carried, h)
-            if keep:
-                write(states, (weights, momentum), h, 0)
-            for j in range(steps.chunks):
-                chunk = read(chunks, h, j)
-                begins = anchor and jax.tree.map(lambda a, w: jnp.where(first & (j == 0), a, w), anchor, weights)  # noqa: B023
-                (weights, momentum), opened, reads, surprise = run_chunk(
-                    rule, slow, weights, momentum, begins, initial, chunk
-                )
-                write((results.reads, results.surprise), (reads, surprise), h, j)
-                if chunk.open is not None:
-                    before = read(results.opened, h)
-                    now = jax.tree.map(lambda x, y: jnp.where(chunk.open > 0, x, y), opened, before)  # noqa: B023
-                    write(results.opened, now, h)
-            write(carried, (weights, momentum), h)
+        if keep:
+            write(states, read(carried), 0)
+        slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
 
-        @pl.when(group == groups - 1)
+        def one(j):
+            chunk = read(chunks, j)
+            state, opened, reads, surprise = run_chunks(
+                rule, watch, slow, read(carried), anchor, initial, chunk, first(group, j)
+            )
+            write((results.reads, results.surprise), (reads, surprise), j)
+            if chunk.open is not None:
+                now = jax.tree.map(lambda x, y: jnp.where(chunk.open > 0, x, y), opened, read(results.opened))
+                write(results.opened, now)
+            write(carried, state)
+
+        repeat(steps.chunks, one)
+
+        @pl.when(group == steps.groups - 1)
         def _():
             copy(carried, results.end)
 
-    return call(kernel, steps, groups, (chunks, heads), (results, states), start, backwards=False)
+    return call(kernel, "memorize", steps, (chunks, heads), (results, states), [start], backwards=False)
 
 
 def run_backward(rule: MemoryRule, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results):
-    """Cotangents of chunks and heads; `cotangents.surprise` is None."""
-    steps = steps_of(chunks)
-    groups = chunks.queries.shape[1] // steps.chunks
+    """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
+    steps = steps_of(chunks, BACKWARD_TOKENS)
     flags = {"starts": None, "open": None}
-    like = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
-    out = (like(chunks._replace(**flags)), like(heads))
 
-    def kernel(chunks, heads, states, cotangents, d_chunks, d_heads, carried):
+    def kernel(chunks, heads, states, cotangents, d_chunks, d_heads, carried, starts):
         step = pl.program_id(1)
-        first = step == groups - 1  # the sequence's first group, the grid's last
+        group = steps.groups - 1 - step
         summed = (d_heads.slow, d_heads.initial, d_heads.anchor)
 
         @pl.when(step == 0)
@@ -266,98 +274,129 @@ def run_backward(rule: MemoryRule, chunks: Chunks, heads: Heads, states: tuple, 
             copy(cotangents.end, carried)
             clear(summed)
 
-        for h in range(steps.heads):
-            slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor), h)
-            starts = [read(states, h, 0)]
-            at = [read(chunks, h, j) for j in range(steps.chunks)]
+        slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
 
-            def one(j, slow, state, initial, anchor, differentiable):
-                chunk = differentiable._replace(starts=at[j].starts, open=at[j].open)  # noqa: B023
-                begins = anchor and jax.tree.map(lambda a, w: jnp.where(first & (j == 0), a, w), anchor, state[0])
-                state, opened, reads, _ = run_chunk(rule, slow, *state, begins, initial, chunk)
-                return state, opened, reads
+        def one(j, slow, state, initial, anchor, differentiable):
+            chunk = differentiable._replace(**read({name: getattr(chunks, name) for name in flags}, j))
+            return run_chunks(rule, False, slow, state, anchor, initial, chunk, first(group, j))[:3]
 
-            for j in range(steps.chunks - 1):
-                starts.append(one(j, slow, starts[j], initial, anchor, at[j])[0])
-            d_state, totals = read(carried, h), read(summed, h)
-            for j in reversed(range(steps.chunks)):
-                plain = at[j]._replace(**flags)
-                primals = (slow, starts[j], initial, anchor, plain)
-                (_, opened, reads), pull = jax.vjp(functools.partial(one, j), *primals)
-                d_opened = jax.tree.map(jnp.zeros_like, opened)
-                if cotangents.opened is not None:
-                    d_opened = jax.tree.map(lambda d: jnp.where(at[j].open > 0, d, 0), read(cotangents.opened, h))  # noqa: B023
-                d_reads = read(cotangents.reads, h, j)
-                d_slow, d_state, d_initial, d_anchor, d_chunk = pull((d_state, d_opened, d_reads))
-                totals = jax.tree.map(jnp.add, totals, (d_slow, d_initial, d_anchor))
-                write(d_chunks, d_chunk, h, j)
-            write(carried, d_state, h)
-            write(summed, totals, h)
+        def again(j):
+            state, *_ = one(j, slow, read(starts, j), initial, anchor, read(chunks, j))
+            write(starts, state, j + 1)
 
-        @pl.when(first)
+        def back(j):
+            j = steps.chunks - 1 - j
+            primals = (slow, read(starts, j), initial, anchor, read(chunks._replace(**flags), j))
+            (_, opened, _), pull = jax.vjp(functools.partial(one, j), *primals)
+            d_opened = jax.tree.map(jnp.zeros_like, opened)
+            if cotangents.opened is not None:
+                still = read(chunks.open, j) > 0
+                d_opened = jax.tree.map(lambda d: jnp.where(still, d, 0), read(cotangents.opened))
+            d_slow, d_state, d_initial, d_anchor, d_chunk = pull((read(carried), d_opened, read(cotangents.reads, j)))
+            write(d_chunks, d_chunk, j)
+            write(carried, d_state)
+            write(summed, jax.tree.map(jnp.add, read(summed), (d_slow, d_initial, d_anchor)))
+
+        write(starts, read(states, 0), 0)
+        if steps.chunks > 1:
+            repeat(steps.chunks - 1, again)
+        repeat(steps.chunks, back)
+
+        @pl.when(group == 0)
         def _():
             copy(carried, d_heads.start)
 
-    d_chunks, d_heads = call(
-        kernel, steps, groups, (chunks, heads, states, cotangents), out, heads.start, backwards=True
-    )
+    every = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], steps.chunks, *x.shape[1:]), x.dtype), heads.start)
+    inputs, outputs = (chunks, heads, states, cotangents), like((chunks._replace(**flags), heads))
+    d_chunks, d_heads = call(kernel, "memorize_backward", steps, inputs, outputs, [heads.start, every], backwards=True)
     zeros = {name: None if (x := getattr(chunks, name)) is None else jnp.zeros_like(x) for name in flags}
     return d_chunks._replace(**zeros), d_heads
 
 
-def call(kernel, steps: Steps, groups: int, inputs: tuple, outputs: tuple, carried: Any, backwards: bool):
-    """Run `kernel(*inputs, *outputs, carried)` on trees of references, over the grid.
+def first(group, j):
+    """Whether this is the sequence's first chunk."""
+    return (group == 0) & (j == 0)
+
+
+def repeat(times: int, body) -> None:
+    """body(0), body(1), ..., compiled once."""
+    if times == 1:
+        body(0)
+    else:
+        jax.lax.fori_loop(0, times, lambda j, _: body(j), None)
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch: list, backwards: bool):
+    """Run `kernel(*inputs, *outputs, *scratch)` on trees of references, over the grid.
 
     Leaves with four axes are taken in groups of chunks, or of states; those with three stay for all of a head's steps.
-    carried: the shapes of what stays in VMEM from one step to the next.
+    scratch: trees of shapes [n, ...] of what stays in VMEM from one step to the next.
     """
 
     def spec(x):
         if x.ndim == 3:
             return pl.BlockSpec((steps.heads, *x.shape[1:]), lambda i, g: (i, 0, 0))
-        per_step = x.shape[1] // groups
-        index = (lambda i, g: (i, groups - 1 - g, 0, 0)) if backwards else (lambda i, g: (i, g, 0, 0))
-        return pl.BlockSpec((steps.heads, per_step, *x.shape[2:]), index)
+        index = (lambda i, g: (i, steps.groups - 1 - g, 0, 0)) if backwards else (lambda i, g: (i, g, 0, 0))
+        return pl.BlockSpec((steps.heads, x.shape[1] // steps.groups, *x.shape[2:]), index)
 
-    inputs_flat, in_tree = jax.tree.flatten(inputs)
-    outputs_flat, out_tree = jax.tree.flatten(outputs)
-    carried_flat, carried_tree = jax.tree.flatten(carried)
+    parts = [jax.tree.flatten(tree) for tree in (inputs, outputs, scratch)]
+    (inputs, _), (outputs, structure), (scratch, _) = parts
 
     def flat_kernel(*references):
-        split = len(inputs_flat), len(inputs_flat) + len(outputs_flat)
-        ins, outs, state = references[: split[0]], references[split[0] : split[1]], references[split[1] :]
-        kernel(*in_tree.unflatten(ins), *out_tree.unflatten(outs), carried_tree.unflatten(state))
+        trees, references = [], iter(references)
+        for leaves, treedef in parts:
+            trees += treedef.unflatten([next(references) for _ in leaves])
+        kernel(*trees)
 
-    n = inputs_flat[0].shape[0]
     found = pl.pallas_call(
         flat_kernel,
-        grid=(n // steps.heads, groups),
-        in_specs=[spec(x) for x in inputs_flat],
-        out_specs=[spec(x) for x in outputs_flat],
-        out_shape=outputs_flat,
-        scratch_shapes=[pltpu.VMEM((steps.heads, *x.shape[1:]), x.dtype) for x in carried_flat],
+        grid=(inputs[0].shape[0] // steps.heads, steps.groups),
+        in_specs=[spec(x) for x in inputs],
+        out_specs=[spec(x) for x in outputs],
+        out_shape=outputs,
+        scratch_shapes=[pltpu.VMEM((steps.heads, *x.shape[1:]), x.dtype) for x in scratch],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=target_platform() != "tpu",
-        name="memorize_backward" if backwards else "memorize",
-    )(*inputs_flat)
-    return out_tree.unflatten(found)
+        name=name,
+    )(*inputs)
+    return structure.unflatten(found)
+
+
+def in_lanes(weighing: weighing.Weighing) -> weighing.Weighing:
+    """Numbers that scale matrices as rows of LANES: a kernel's gradient of a scalar is a sum that does not compile."""
+    return dataclasses.replace(weighing, ends=jnp.broadcast_to(weighing.ends, (*weighing.ends.shape[:2], LANES)))
+
+
+def fill_lanes(matrices):
+    """Fast matrices [in, out] whose out is narrow as [out, in]."""
+    return jax.tree.map(lambda w: engine.Transposed(w.T) if w.shape[1] < w.shape[0] else w, matrices)
+
+
+def upright(matrices):
+    """`fill_lanes` undone."""
+    is_transposed = lambda w: isinstance(w, engine.Transposed)  # noqa: E731
+    return jax.tree.map(lambda w: w.array.T if is_transposed(w) else w, matrices, is_leaf=is_transposed)
 
 
 # Trees of references
 
 
-def read(references, *index):
-    """The values at [head] or [head, chunk]."""
-    return jax.tree.map(lambda ref: ref[index], references)
+def read(references, *chunk):
+    """The values of all heads, at one chunk."""
+    return jax.tree.map(lambda ref: ref[(slice(None), *chunk)], references)
 
 
-def write(references, values, *index):
-    """Store values at [head] or [head, chunk]."""
+def write(references, values, *chunk):
+    """Store values of all heads, at one chunk."""
 
     def store(ref, x):
-        ref[index] = x.astype(ref.dtype)
+        ref[(slice(None), *chunk)] = x.astype(ref.dtype)
 
     jax.tree.map(store, references, values)
 

@@ -19,51 +19,58 @@ from titans_jax.memory.types import Gates
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weighing:
-    """Scalar coefficients of a block (see `Coefficients`), vectors as columns [tokens, 1]; to_end is the last row of G.
+    """Scalar coefficients of a block (see `Coefficients`): beta, f [tokens, 1], G [tokens, tokens], N [1, tokens].
+    f, N: None without momentum. ends: the last token's beta, with momentum also f and p, [1 or 3, 1 or more equal].
 
     by_input, by_output: log retention of input and output channels, [tokens, channels], or None.
     """
 
     beta: jax.Array
     f: jax.Array | None
-    p: jax.Array | None
     G: jax.Array
-    to_end: jax.Array
     N: jax.Array | None
+    ends: jax.Array
     by_input: jax.Array | None = None
     by_output: jax.Array | None = None
 
     def read(self, x, start, momentum, inner, deltas, operand_dtype):
         """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i."""
-        faded = x
         if self.by_input is None:
             scores = engine.products(x, inner, operand_dtype)
+            faded = x
         else:
             scores = channels.decayed_scores(x, inner, self.by_input, jnp.tril(jnp.ones(self.G.shape, bool)))
             faded = x * jnp.exp(channels.cumulative(self.by_input))
         past = scores * self.G
-        out = self.beta * engine.matmul(faded, start, operand_dtype)
-        if momentum is not None:
-            out += self.f * engine.matmul(x, momentum, operand_dtype)
-        if self.by_output is None:
-            return out + engine.matmul(past, deltas, operand_dtype)
-        out *= jnp.exp(channels.cumulative(self.by_output))
-        return out + channels.decayed_mix(past, deltas, self.by_output)
+        if self.by_output is not None:
+            out = self.beta * engine.matmul(faded, start, operand_dtype)
+            return out * jnp.exp(channels.cumulative(self.by_output)) + channels.decayed_mix(
+                past, deltas, self.by_output
+            )
+        parts = [(self.beta, faded, start)] + [(self.f, x, momentum)] * (momentum is not None)
+        if x.shape[1] < deltas.shape[1]:  # the narrower side is scaled, and one product adds up
+            rows = [scale * x for scale, x, _ in parts] + [past]
+            matrices = [matrix for *_, matrix in parts] + [deltas]
+            joined = engine.join(rows, operand_dtype, axis=1), engine.join(matrices, operand_dtype)
+            return engine.matmul(*joined, operand_dtype)
+        out = sum(scale * engine.matmul(x, matrix, operand_dtype) for scale, x, matrix in parts)
+        return out + engine.matmul(past, deltas, operand_dtype)
 
     def carry(self, start, momentum, inner, deltas, operand_dtype):
         """The matrix and its momentum after the last token."""
-        kept, inner_kept, deltas_kept = self.beta[-1:] * start, inner, self.to_end * deltas
+        kept = scaled(self.ends[:1], start)
         if self.by_input is not None:
             K = channels.cumulative(self.by_input)
-            kept, inner_kept = kept * jnp.exp(K[-1])[:, None], inner * jnp.exp(K[-1:] - K)
+            kept, inner = kept * jnp.exp(K[-1])[:, None], inner * jnp.exp(K[-1:] - K)
         if self.by_output is not None:
             K = channels.cumulative(self.by_output)
-            kept, deltas_kept = kept * jnp.exp(K[-1:]), deltas_kept * jnp.exp(K[-1:] - K)
-        moved = kept + engine.outer(inner_kept, deltas_kept, operand_dtype)
+            kept, deltas = kept * jnp.exp(K[-1:]), deltas * jnp.exp(K[-1:] - K)
+        rows = [self.G[-1:]] if momentum is None else [self.G[-1:], self.N]
+        transposed = isinstance(start, engine.Transposed)
+        moved, *pushed = engine.weighted_sums(rows, inner, deltas, operand_dtype, transposed)
         if momentum is None:
-            return moved, None
-        moved += self.f[-1:] * momentum
-        return moved, self.p[-1:] * momentum + engine.outer(inner, self.N * deltas, operand_dtype)
+            return kept + moved, None
+        return kept + scaled(self.ends[1:2], momentum) + moved, scaled(self.ends[2:], momentum) + pushed[0]
 
 
 @jax.tree_util.register_dataclass
@@ -115,7 +122,7 @@ def of_blocks(gates: Gates, resets: jax.Array | None) -> tuple[Weighing | Channe
         of_outputs = gates.log_value_retention if i == matrices - 1 else None
         if gates.log_momentum is None or (of_inputs is None and of_outputs is None):
             sides = (x if x is None else jax.vmap(channels.clipped)(x, gates.mask) for x in (of_inputs, of_outputs))
-            made.append(columns(jax.tree.map(lambda leaf: leaf[:, i], scalars), *sides))  # noqa: B023
+            made.append(weighing(jax.tree.map(lambda leaf: leaf[:, i], scalars), *sides))  # noqa: B023
         elif of_inputs is not None:
             made.append(ChannelWeighing(of_channels(gates, i, of_inputs), True))
         else:
@@ -123,10 +130,19 @@ def of_blocks(gates: Gates, resets: jax.Array | None) -> tuple[Weighing | Channe
     return tuple(made)
 
 
-def columns(c: Coefficients, by_input, by_output) -> Weighing:
+def scaled(row: jax.Array, matrix):
+    """A matrix times the number that fills a row [1, lanes], repeated to its width: a kernel has no scalars."""
+    lanes = matrix.array.shape[1] if isinstance(matrix, engine.Transposed) else matrix.shape[1]
+    if row.shape[1] > 1:
+        row = jnp.concatenate([row] * -(-lanes // row.shape[1]), axis=1)[:, :lanes]
+    return row * matrix
+
+
+def weighing(c: Coefficients, by_input, by_output) -> Weighing:
     """A weighing of coefficients with leaves [blocks, ...]."""
-    beta, f, p, to_end, N = (None if x is None else x[..., None] for x in (c.beta, c.f, c.p, c.G[:, -1], c.N))
-    return Weighing(beta, f, p, c.G, to_end, N, by_input, by_output)
+    ends = jnp.stack([x[:, -1:] for x in (c.beta, c.f, c.p) if x is not None], axis=1)
+    f, N = (None, None) if c.f is None else (c.f[..., None], c.N[:, None])
+    return Weighing(c.beta[..., None], f, c.G, N, ends, by_input, by_output)
 
 
 def of_channels(gates: Gates, i: int, log_retention: jax.Array) -> Coefficients:
