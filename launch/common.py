@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,11 +276,11 @@ def last_line(text: str) -> str:
 
 def upload(commands: Commands, options: argparse.Namespace, train: list[str]) -> None:
     """This checkout's code, with changes that are not committed, into the bucket, from where every host takes it."""
-    archive = f"/tmp/{options.name}.tar.gz"
+    archive = f"{tempfile.gettempdir()}/{options.name}.tar.gz"
     what = ["titans_jax", "configs", "launch", "pyproject.toml", "README.md", "LICENSE"]
     if train[0].endswith(".py"):
         what.append(train[0])
-    commands.run("tar", "--create", "--gzip", "--file", archive, "--directory", str(CHECKOUT), *what)
+    commands.run("tar", "--create", "--gzip", "--file", archive, "--exclude", "__pycache__", *what)
     commands.run("gcloud", "storage", "cp", archive, code(options))
 
 

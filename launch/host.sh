@@ -86,11 +86,12 @@ exit_code() {
 }
 
 follow() {
-  tail --lines +1 --follow=name --retry "$log" 2>/dev/null &
-  local tail=$!
-  trap 'kill "$tail"' EXIT
-  while running; do sleep 2; done
-  sleep 1
+  if running; then
+    tail --lines 1000 --follow=name --retry --pid "$(property MainPID)" "$log"
+    while running; do sleep 0.2; done
+  else
+    tail --lines 1000 "$log"
+  fi
   return "$(exit_code)"
 }
 

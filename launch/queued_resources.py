@@ -12,7 +12,6 @@ stopped (Ctrl-C) and run again at any time: it takes up whatever state it finds.
 import argparse
 import collections
 import datetime
-import itertools
 import json
 import re
 import shlex
@@ -97,7 +96,7 @@ class Watch:
     def __init__(self, options: argparse.Namespace, train: list[str], commands: Commands):
         self.options, self.train, self.commands = options, train, commands
         self.expected_hosts = options.slice.hosts * options.slices
-        self.started, self.step, self.said = False, 0, ""
+        self.started, self.deleted, self.step, self.said = False, False, 0, ""
         self.looks: collections.Counter[Training] = collections.Counter()
         self.failures: collections.Counter[str] = collections.Counter()
 
@@ -109,15 +108,18 @@ class Watch:
         """
         before = ""
         while True:
-            state, detail = self.look()
-            self.say(f"{state} ({detail})" if detail else state)
+            state, detail, by_user = self.look()
+            words = f"{state} ({detail})" if detail else state
             if state != before:
+                self.say(words)
                 before, pauses = state, self._pauses()
             do = STATES.get(state, Do.WAIT)
             if do is Do.CREATE:
                 self.create()
             elif do is Do.RECREATE:
-                self.count(f"{state} ({detail})" if detail else state)
+                if by_user and not self.deleted:
+                    raise CommandError(f"{words}: somebody deleted the machines, so they are not asked for again")
+                self.count(words)
                 self.delete()
             elif do is Do.TRAIN and self.attend():
                 return
@@ -132,6 +134,8 @@ class Watch:
         if training is Training.RUNNING:
             self.started = True
         elif training is Training.ABSENT:
+            if self.started:
+                self.count("training is gone from a host, which was restarted")
             self.start()
         elif training is Training.REFUSED:
             self._show_log()
@@ -188,8 +192,10 @@ class Watch:
 
     def _pauses(self) -> Iterator[float]:
         """Seconds between looks: short after a change, growing to four times that."""
-        for power in itertools.count():
-            yield self.options.poll * min(1.2**power, 4)
+        factor = 1.0
+        while True:
+            yield self.options.poll * factor
+            factor = min(1.2 * factor, 4)
 
     def say(self, text: str) -> None:
         """A line with the time, when it says something new."""
@@ -209,14 +215,14 @@ class Watch:
         node = "all" if worker == "all" else "0"
         return self.gcloud("ssh", "--node", node, "--worker", worker, *common.SSH_FLAGS, "--command", command)
 
-    def look(self) -> tuple[str, str]:
-        """State of the queued resource, and the message that came with it."""
+    def look(self) -> tuple[str, str, bool]:
+        """State of the queued resource, the message that came with it, and whether a user's action led to it."""
         for pause in [self.options.poll] * FAILED_LOOKS:
             answer = self.commands.ask(*self.gcloud("describe", "--format", "json"))
             if answer.returncode == 0:
                 return read_state(answer.stdout)
             if "NOT_FOUND" in answer.stderr:
-                return "ABSENT", ""
+                return "ABSENT", "", False
             self.say(f"gcloud does not answer: {common.last_line(answer.stderr)}")
             time.sleep(pause)
         raise CommandError(
@@ -226,7 +232,7 @@ class Watch:
 
     def create(self) -> None:
         """Ask for the queued resource; what is refused for lack of quota or capacity is asked for again later."""
-        self.started = False
+        self.started = self.deleted = False
         answer = self.commands.ask(*self.create_command())
         if answer.returncode == 0:
             return
@@ -253,6 +259,7 @@ class Watch:
     def delete(self) -> None:
         """Delete the queued resource and its machines; what is in the bucket stays."""
         self.say("deleting it")
+        self.deleted = True
         answer = self.commands.ask(*self.delete_command())
         if answer.returncode and "NOT_FOUND" not in answer.stderr:
             self.say(f"gcloud could not delete it: {common.last_line(answer.stderr)}")
@@ -280,17 +287,11 @@ class Watch:
         print(answer.stdout, end="", flush=True)
 
 
-def read_state(text: str) -> tuple[str, str]:
-    """State and message in the JSON of `queued-resources describe`.
-
-    Raises:
-      LaunchError: the user suspended it, which recreating would undo.
-    """
+def read_state(text: str) -> tuple[str, str, bool]:
+    """State, message and whether a user's action led to it, in the JSON of `queued-resources describe`."""
     state = json.loads(text).get("state", {})
-    name = state.get("state", "STATE_UNSPECIFIED")
-    if name == "SUSPENDED" and state.get("stateInitiator") == "USER":
-        raise LaunchError("somebody deleted the machines of this queued resource; delete it too to begin again")
-    return name, state.get("failedData", {}).get("error", {}).get("message", "")
+    message = state.get("failedData", {}).get("error", {}).get("message", "")
+    return state.get("state", "STATE_UNSPECIFIED"), message, state.get("stateInitiator") == "USER"
 
 
 # The program
