@@ -253,7 +253,8 @@ def preflight(commands: Commands, options: argparse.Namespace, train: list[str])
     if not options.skip_preflight:
         slices = ["--slices", str(options.slices)] if options.slices > 1 else []
         commands.run("titans", "compile", train[0], "--topology", options.type, *slices, *train[1:])
-    where = ["--project", options.project, "--format", "value(hierarchical_namespace.enabled)"]
+    # --raw: what gcloud itself makes of a bucket leaves this field out in some versions.
+    where = ["--project", options.project, "--raw", "--format", "value(hierarchicalNamespace.enabled)"]
     found = commands.ask("gcloud", "storage", "buckets", "describe", f"gs://{options.bucket}", *where)
     create = (
         f"gcloud storage buckets create gs://{options.bucket} --project {options.project} --location "

@@ -16,7 +16,11 @@ FAKES = ("gcloud", "titans", "docker", "xpk", "tar")
 OPTIONS = "--name titans-1 --project my-project --zone us-east5-b --bucket my-bucket".split()
 PREFLIGHT = [
     {"expect": "titans compile mac_170m --topology"},
-    {"expect": "gcloud storage buckets describe gs://my-bucket --project my-project", "stdout": "True\n"},
+    {
+        "expect": "gcloud storage buckets describe gs://my-bucket --project my-project --raw",
+        "contains": ["value(hierarchicalNamespace.enabled)"],
+        "stdout": "True\n",
+    },
 ]
 UPLOAD = [
     {"expect": "tar --create", "contains": ["titans-1.tar.gz", " titans_jax configs launch pyproject.toml"]},

@@ -165,6 +165,14 @@ def test_training_is_started_again_after_a_host_was_restarted(launcher):
     assert end.code == 0
 
 
+def test_fresh_machines_that_do_not_train_yet_are_no_failure(launcher, monkeypatch):
+    monkeypatch.setattr(queued_resources, "UNREACHABLE_LOOKS", 1)
+    silent = [ACTIVE, {**hosts(("running", "-", 1)), "stdout": "", "code": 255}]
+    lost = [described("SUSPENDED"), DELETE, *STARTED, *silent, DELETE]
+    end = watch(launcher, [*BEGIN, *STARTED, *lost, *STARTED, *exited(0, 400), DELETE], "--retries", "1")
+    assert end.code == 0
+
+
 def test_somebody_stopped_training(launcher):
     end = watch(launcher, [*BEGIN, *STARTED, *running(100), *exited(42, 150), *exited(42, 150)])
     assert end.code == 0
