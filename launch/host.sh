@@ -14,6 +14,10 @@ set -euo pipefail
 checkout=$(cd "$(dirname "$0")/.." && pwd)
 log=$HOME/titans.log
 
+property() {
+  systemctl show "$1" --property "$2" --value
+}
+
 setup() {
   local bucket=$1 mount=$2
   if ! command -v gcsfuse >/dev/null; then
@@ -31,11 +35,13 @@ setup() {
     sudo systemctl reset-failed titans-bucket 2>/dev/null || true
     sudo systemd-run --quiet --unit titans-bucket --uid "$(id --user)" --gid "$(id --group)" \
       gcsfuse --foreground --implicit-dirs "$bucket" "$mount"
-    for _ in $(seq 60); do
-      mountpoint --quiet "$mount" && break
-      sleep 1
+    until mountpoint --quiet "$mount"; do
+      if [ "$(property titans-bucket SubState)" != running ]; then
+        echo "host: gs://$bucket cannot be mounted; sudo journalctl --unit titans-bucket says why" >&2
+        exit 1
+      fi
+      sleep 0.5
     done
-    mountpoint --quiet "$mount" || { echo "host: gs://$bucket is not mounted; see journalctl --unit titans-bucket" >&2; exit 1; }
   fi
   # The system's Python is older than 3.11.
   python3 -m pip install --quiet --user uv
@@ -43,13 +49,9 @@ setup() {
   python3 -m uv pip install --quiet --python "$checkout/.venv" "${checkout}[tpu]"
 }
 
-property() {
-  systemctl show titans --property "$1" --value
-}
-
 # Also while it saves after SIGTERM. A unit that has ended is failed, or active with nothing running.
 running() {
-  case "$(property ActiveState) $(property SubState)" in
+  case "$(property titans ActiveState) $(property titans SubState)" in
     "active running" | deactivating* | activating*) return 0 ;;
     *) return 1 ;;
   esac
@@ -71,7 +73,7 @@ start() {
 
 status() {
   local state=absent code=- step=0
-  if [ "$(property LoadState)" = loaded ]; then
+  if [ "$(property titans LoadState)" = loaded ]; then
     if running; then state=running; else state=exited code=$(exit_code); fi
     step=$(python3 "$checkout/launch/supervise.py" --step "$1")
   fi
@@ -81,13 +83,13 @@ status() {
 # ExecMainCode is 1 for a process that exited and 2 or 3 for one that a signal ended.
 exit_code() {
   local code
-  code=$(property ExecMainStatus)
-  if [ "$(property ExecMainCode)" = 1 ]; then echo "$code"; else echo $((128 + code)); fi
+  code=$(property titans ExecMainStatus)
+  if [ "$(property titans ExecMainCode)" = 1 ]; then echo "$code"; else echo $((128 + code)); fi
 }
 
 follow() {
   if running; then
-    tail --lines 1000 --follow=name --retry --pid "$(property MainPID)" "$log"
+    tail --lines 1000 --follow=name --retry --pid "$(property titans MainPID)" "$log"
     while running; do sleep 0.2; done
   else
     tail --lines 1000 "$log"

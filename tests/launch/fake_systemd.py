@@ -59,7 +59,7 @@ def run() -> None:
     for stream in (0, 1, 2):  # the keeper must not hold the caller's pipes
         os.dup2(log.fileno(), stream)
     process = subprocess.Popen(
-        rest, stdout=log, stderr=log, env=environment, cwd=settings["properties"]["WorkingDirectory"]
+        rest, stdout=log, stderr=log, env=environment, cwd=settings["properties"].get("WorkingDirectory")
     )
     (units / f"{name}.new").write_text(str(process.pid))
     (units / f"{name}.new").rename(units / f"{name}.pid")

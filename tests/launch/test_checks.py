@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import subprocess
 import tarfile
 
@@ -148,3 +149,30 @@ def test_what_is_uploaded_can_be_installed(tmp_path):
         names = set(tar.getnames())
     wanted = "pyproject.toml README.md LICENSE titans_jax/cli.py configs/mac_170m.py launch/host.sh launch/supervise.py"
     assert set(wanted.split()) <= names and not any("__pycache__" in name for name in names)
+
+
+COMMANDS = [
+    shlex.split(command.replace("\\\n", " "))
+    for page in ("README.md", "launch/README.md")
+    for command in re.findall(r"^    (launch/(?:[^\n]|(?<=\\)\n)+)", (CHECKOUT / page).read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command[0] for command in COMMANDS])
+def test_the_commands_of_the_readmes_are_accepted(launcher, command):
+    named = [{"P": "my-project", "B": "my-bucket"}.get(word, word) for word in command[1:]]
+    end = launcher(command[0].removeprefix("launch/"), ["--dry-run", *(w for w in named if w != "--dry-run")])
+    assert end.code == 0 and end.err == "" and end.asked == []
+
+
+def test_the_readmes_show_every_launcher():
+    assert {command[0] for command in COMMANDS} == {
+        f"launch/{name}.py" for name in ("tpu_vm", "queued_resources", "xpk")
+    }
+
+
+def test_what_the_image_copies_exists():
+    lines = [line.split() for line in (CHECKOUT / "launch" / "Dockerfile").read_text().splitlines()]
+    sources = [source for words in lines if words[:1] == ["COPY"] for source in words[1:-1]]
+    assert {"pyproject.toml", "titans_jax", "launch"} <= set(sources)
+    assert all((CHECKOUT / source).exists() for source in sources)

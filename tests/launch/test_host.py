@@ -70,6 +70,12 @@ class Host:
         command = [self.home / "titans_jax" / "launch" / "host.sh", *arguments]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30)
 
+    def _systemctl(self, *arguments: str) -> None:
+        subprocess.run([self.home / "bin" / "systemctl", *arguments], env=self.environment, timeout=30)
+
+    def python_log(self) -> list[str]:
+        return (self.home / "python3.log").read_text().splitlines()
+
     def start(self) -> None:
         done = self("start", "mac_170m", "--data.path", "/mnt/a b", "--training.run_dir", str(self.run_dir))
         assert done.returncode == 0, done.stderr
@@ -138,6 +144,35 @@ def test_the_unit_is_stopped_before_the_bucket_and_gets_one_signal(host):
     assert unit["environment"]["JAX_COORDINATOR_PORT"] == "8476"
     assert unit["uid"] == str(os.getuid())
     assert unit["command"][-5:] == ["mac_170m", "--data.path", "/mnt/a b", "--training.run_dir", str(host.run_dir)]
+
+
+@pytest.fixture
+def bare_host(host):
+    """A host on which setup finds apt's gcsfuse, and a pip that only notes what it was asked."""
+    mounted = host.home / "mounted"
+    host._program(host.home / "bin" / "mountpoint", f"#!/bin/sh\ntest -e {mounted}\n")
+    host._program(host.home / "bin" / "gcsfuse", f"#!/bin/sh\necho $* >{mounted}\nexec sleep 60\n")
+    host._program(host.home / "bin" / "python3", f"#!/bin/sh\necho $* >>{host.home}/python3.log\n")
+    yield host
+    host._systemctl("stop", "titans-bucket")
+
+
+def test_setup_mounts_the_bucket_and_installs_and_once_more_is_harmless(bare_host):
+    mount = bare_host.home / "mnt"
+    for _ in range(2):
+        done = bare_host("setup", "my-bucket", str(mount))
+        assert done.returncode == 0, done.stderr
+    assert mount.is_dir()
+    assert (bare_host.home / "mounted").read_text() == f"--foreground --implicit-dirs my-bucket {mount}\n"
+    checkout = bare_host.home / "titans_jax"
+    assert f"-m uv pip install --quiet --python {checkout}/.venv {checkout}[tpu]" in bare_host.python_log()
+
+
+def test_a_bucket_that_cannot_be_mounted_ends_setup_in_one_sentence(bare_host):
+    bare_host._program(bare_host.home / "bin" / "gcsfuse", "#!/bin/sh\nexit 1\n")
+    done = bare_host("setup", "my-bucket", str(bare_host.home / "mnt"))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "host: gs://my-bucket cannot be mounted; sudo journalctl --unit titans-bucket says why" in done.stderr
 
 
 def test_an_unknown_command_is_refused(host):
