@@ -200,6 +200,12 @@ def run_dir(options: argparse.Namespace) -> str:
     return f"{MOUNT}/runs/{options.name}"
 
 
+def training(options: argparse.Namespace, train: list[str]) -> list[str]:
+    """The arguments of `titans train` on the hosts: the user's, the slices to spread over, and the run folder."""
+    slices = ["--mesh.slice", str(options.slices)] if options.slices > 1 else []
+    return [*train, *slices, "--training.run_dir", run_dir(options)]
+
+
 # Commands
 
 
@@ -321,7 +327,7 @@ def on_hosts_setup(options: argparse.Namespace) -> str:
 
 def on_hosts_start(options: argparse.Namespace, train: list[str]) -> str:
     """Start training, or leave it alone where it runs."""
-    return shlex.join(["titans_jax/launch/host.sh", "start", *train, "--training.run_dir", run_dir(options)])
+    return shlex.join(["titans_jax/launch/host.sh", "start", *training(options, train)])
 
 
 def on_hosts_status(options: argparse.Namespace) -> str:

@@ -19,9 +19,9 @@ from common import CHECKOUT, Commands, LaunchError
 
 def workload(options: argparse.Namespace, train: list[str]) -> list[str]:
     """The command that submits training."""
-    supervise = ["python", "launch/supervise.py", "titans", "train", *train]
     # exec: the SIGTERM that XPK's shell passes on must reach supervise.py, not a shell around it.
-    command = "exec " + shlex.join([*supervise, "--training.run_dir", common.run_dir(options)])
+    supervise = ["exec", "python", "launch/supervise.py", "titans", "train"]
+    command = shlex.join([*supervise, *common.training(options, train)])
     where = ["--cluster", options.cluster, "--project", options.project, "--zone", options.zone]
     shape = ["--tpu-type", options.type, "--num-slices", str(options.slices)]
     restarts = ["--max-restarts", str(options.restarts), "--termination-grace-period-seconds", "300"]

@@ -207,7 +207,8 @@ def test_several_slices(launcher):
     answers = {"expect": f"{QR} ssh titans-1", "contains": ["host.sh status"]}
     create = {"expect": f"{QR} create", "contains": ["--node-count 2 --node-prefix titans-1"]}
     eight = [ACTIVE, {**answers, "stdout": status(*[("exited", 0, 400)] * 8)}]
-    started = [ABSENT, create, ACTIVE, {**answers, "stdout": status(*[("absent", "-", 0)] * 8)}, SETUP, START]
+    start = {**START, "contains": ["host.sh start mac_170m", "--mesh.slice 2 --training.run_dir"]}
+    started = [ABSENT, create, ACTIVE, {**answers, "stdout": status(*[("absent", "-", 0)] * 8)}, SETUP, start]
     end = watch(launcher, [*BEGIN, *started, *eight, DELETE], "--slices", "2")
     assert end.code == 0 and "8 of 8 hosts" in end.out
     assert "--topology v6e-16 --slices 2" in end.asked[0]

@@ -81,7 +81,7 @@ def test_xpk(launcher):
             f"--tpu-type v6e-256 --num-slices 2 --docker-image {IMAGE} --storage titans --max-restarts 50",
             "contains": [
                 "--command exec python launch/supervise.py titans train mac_170m --training.steps 10 "
-                "--training.run_dir /mnt/titans/runs/titans-1"
+                "--mesh.slice 2 --training.run_dir /mnt/titans/runs/titans-1"
             ],
         },
     ]
