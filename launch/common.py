@@ -1,0 +1,355 @@
+"""What every launcher shares: TPU slices by name, checks of what the user typed, and commands that can be printed only.
+
+Only Python's standard library is needed on the machine that launches.
+"""
+
+import argparse
+import difflib
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+MOUNT = "/mnt/titans"
+"""Where every host sees the bucket. The same on TPU VMs and on GKE, so a run can move from one to the other."""
+STOPPED = 42
+"""Exit code of `supervise.py` when training stopped and saved before its last step; XPK restarts on it."""
+
+
+class LaunchError(Exception):
+    """What the user asked for cannot work. The message is one sentence with what would work."""
+
+
+class CommandError(LaunchError):
+    """A command failed, or the run cannot go on."""
+
+
+# Slices
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one TPU generation is called, and how its slices are cut into hosts."""
+
+    name: str
+    prefix: str
+    runtime: str | None
+    """`--runtime-version` for JAX; None where slices are had through GKE only."""
+    cores_per_chip: int
+    """Type names of v4, v5p and TPU7x count cores, two on each chip; those of v5e and v6e count chips."""
+    sizes: tuple[int, ...]
+    """Chips of the slices that exist; for the generations with a 3D torus the usual ones."""
+    one_host: tuple[int, ...]
+    """Chips of the slices with a single host; larger ones have a host for every 4 chips."""
+
+
+_FLAT = (1, 4, 8, 16, 32, 64, 128, 256)
+_CUBES = (4, 8, 16, 32, 64, *(64 * cubes for cubes in range(2, 97)))
+GENERATIONS = (
+    Generation("v4", "v4", "tpu-ubuntu2204-base", 2, tuple(n for n in _CUBES if n <= 4096), (4,)),
+    Generation("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, _FLAT, (1, 4, 8)),
+    Generation("v5p", "v5p", "v2-alpha-tpuv5", 2, _CUBES, (4,)),
+    Generation("v6e", "v6e", "v2-alpha-tpuv6e", 1, _FLAT, (1, 4, 8)),
+    Generation("TPU7x", "tpu7x", None, 2, (1, *_CUBES), (1, 4)),
+)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A TPU slice."""
+
+    type: str
+    generation: Generation
+    chips: int
+
+    @property
+    def hosts(self) -> int:
+        """Machines, each of which runs one training process."""
+        return 1 if self.chips in self.generation.one_host else self.chips // 4
+
+
+def parse_type(text: str) -> Slice:
+    """The slice with the accelerator type `text`, such as v5litepod-256, v6e-256 or v5p-1024.
+
+    Raises:
+      LaunchError: names the nearest type that exists, and its runtime version.
+    """
+    prefix, _, count = text.lower().rpartition("-")
+    aliases = {"v5e": "v5litepod", "v5lite": "v5litepod", "v6": "v6e", "v7x": "tpu7x", "tpu-v7x": "tpu7x"}
+    prefixes = {generation.prefix: generation for generation in GENERATIONS}
+    if prefix in prefixes and text == text.lower() and count.isdigit():
+        generation = prefixes[prefix]
+        chips, rest = divmod(int(count), generation.cores_per_chip)
+        if not rest and chips in generation.sizes:
+            return Slice(text, generation, chips)
+    near = aliases.get(prefix) or next(iter(difflib.get_close_matches(prefix or text.lower(), prefixes, 1, 0.3)), "v6e")
+    generation = prefixes[near]
+    wanted = int(count) / generation.cores_per_chip if count.isdigit() else 8
+    chips = min(generation.sizes, key=lambda size: abs(size - wanted))
+    runtime = f"runtime version {generation.runtime}" if generation.runtime else "on GKE, launch/xpk.py"
+    raise LaunchError(
+        f"--type {text} is no accelerator type; use {near}-{chips * generation.cores_per_chip} ({runtime}), or another "
+        f"size of {', '.join(g.prefix for g in GENERATIONS)}"
+    )
+
+
+# Arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """Options, then -- CONFIG [--field value ...]; a mistake is a LaunchError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(f"{message}; see {self.prog} --help")
+
+
+def add_options(parser: Parser) -> None:
+    """The options that every launcher has."""
+    add = parser.add_argument
+    add("--name", help="of the slice or workload, and of the run: gs://BUCKET/runs/NAME")
+    add("--project", help="Google Cloud project id")
+    add("--zone", help="such as us-east5-b")
+    add("--type", help="accelerator type, such as v6e-256 (chips) or v5p-1024 (cores)")
+    add("--slices", type=int, default=1, help="slices of that type, connected by the data-center network")
+    add("--bucket", help="holds code, data and runs; seen by every host as " + MOUNT)
+    add("--skip-preflight", action="store_true", help="do not compile the configuration for the slice here first")
+    add("--dry-run", action="store_true", help="print the exact commands and run none")
+
+
+def add_vm_options(parser: Parser) -> None:
+    """The options of the launchers that create TPU VMs."""
+    add = parser.add_argument
+    add("--runtime-version", help="software of the VM; the default is the generation's own for JAX")
+    add("--gcloud", action="append", default=[], help="one more flag for create, such as --gcloud=--network=my-net")
+
+
+def parse(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The checked options, and CONFIG [--field value ...] for `titans train`.
+
+    Raises:
+      LaunchError: before any command has run.
+    """
+    arguments = list(arguments)
+    if "--help" in arguments or "-h" in arguments:
+        parser.parse_args(["--help"])
+    if "--" not in arguments:
+        raise LaunchError("there is no configuration; end with -- CONFIG, for example -- mac_170m")
+    middle = arguments.index("--")
+    options, train = parser.parse_args(arguments[:middle]), arguments[middle + 1 :]
+    _check(options)
+    _check_training(train)
+    options.slice = parse_type(options.type)
+    if "runtime_version" in options:
+        options.runtime_version = options.runtime_version or options.slice.generation.runtime
+        if options.runtime_version is None:
+            raise LaunchError(f"--type is {options.type}; {options.slice.generation.name} needs GKE: launch/xpk.py")
+    return options, train
+
+
+_EXAMPLES = {
+    "name": "titans-1", "project": "my-project", "zone": "us-east5-b", "type": "v6e-8", "bucket": "my-bucket",
+    "cluster": "my-cluster", "image": "us-east5-docker.pkg.dev/my-project/titans/titans-jax:1",
+}  # fmt: skip
+
+_PATTERNS = {
+    "name": (r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?", "at most 39 lower-case letters, digits and hyphens, a letter first"),
+    "project": (r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", "the project's id, not its name or number"),
+    "zone": (r"[a-z]+-[a-z]+[0-9]+-[a-z]", "a zone, which ends in a letter"),
+    "bucket": (r"[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9]", "the bucket's name alone, without a folder"),
+    "cluster": (r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "at most 40 lower-case letters, digits and hyphens"),
+    "image": (r"[a-z0-9][-a-z0-9./_]*/[-a-z0-9._]+(:[-\w.]+)?", "a registry path"),
+}
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name, example in _EXAMPLES.items():
+        if name in options and getattr(options, name) is None:
+            raise LaunchError(f"--{name} is missing; for example --{name} {example}")
+    if options.bucket.startswith("gs://"):
+        options.bucket = options.bucket.removeprefix("gs://").rstrip("/")
+    for name, (pattern, what) in _PATTERNS.items():
+        if name in options and not re.fullmatch(pattern, value := getattr(options, name)):
+            raise LaunchError(f"--{name} is {value!r}; use {what}, such as {_EXAMPLES[name]}")
+    if options.slices < 1:
+        raise LaunchError(f"--slices is {options.slices}; use at least 1")
+
+
+def _check_training(train: list[str]) -> None:
+    if not train or train[0].startswith("-"):
+        raise LaunchError("there is no configuration after --; for example -- mac_170m --training.steps 1000")
+    if any(argument.partition("=")[0].replace("-", "_") == "__training.run_dir" for argument in train):
+        raise LaunchError("training.run_dir is set by the launcher, to runs/NAME in the bucket; use --name for another")
+    config = train[0]
+    if config.endswith(".py"):
+        if not (CHECKOUT / config).is_file() or CHECKOUT not in (CHECKOUT / config).resolve().parents:
+            raise LaunchError(f"there is no {config} in {CHECKOUT}; use the path of a file inside it, relative to it")
+    elif not (CHECKOUT / "configs" / f"{config}.py").is_file():
+        names = [path.stem for path in (CHECKOUT / "configs").glob("*.py")]
+        near = difflib.get_close_matches(config, names, n=1, cutoff=0)
+        raise LaunchError(f"there is no configuration {config}; use {near[0]}, another of configs/, or a Python file")
+
+
+def run_dir(options: argparse.Namespace) -> str:
+    """Where every host sees the run folder."""
+    return f"{MOUNT}/runs/{options.name}"
+
+
+def training(options: argparse.Namespace, train: list[str]) -> list[str]:
+    """The arguments of `titans train` on the hosts: the user's, the slices to spread over, and the run folder."""
+    slices = ["--mesh.slice", str(options.slices)] if options.slices > 1 else []
+    return [*train, *slices, "--training.run_dir", run_dir(options)]
+
+
+# Commands
+
+
+class Commands:
+    """Runs commands in the checkout; with `dry_run` prints them instead."""
+
+    def __init__(self, dry_run: bool):
+        self.dry_run = dry_run
+
+    def note(self, text: str) -> None:
+        """A line between the commands of a dry run: when the next ones are run."""
+        if self.dry_run:
+            print(f"# {text}")
+
+    def run(self, *command: str) -> None:
+        """Run it, its output to the terminal.
+
+        Raises:
+          LaunchError: it failed, or is not installed.
+        """
+        print("+", shlex.join(command), flush=True)
+        if self.dry_run:
+            return
+        if (code := self._start(command).returncode) != 0:
+            raise CommandError(f"{shlex.join(command[:4])} ... ended with code {code}; its output above says why")
+
+    def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Its exit code and output, whatever they are. In a dry run: success and nothing."""
+        if self.dry_run:
+            print("+", shlex.join(command), flush=True)
+            return subprocess.CompletedProcess(command, 0, "", "")
+        return self._start(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    @staticmethod
+    def _start(command: Sequence[str], **options: object) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(command, cwd=CHECKOUT, **options)
+        except FileNotFoundError as error:
+            hint = {"gcloud": "https://cloud.google.com/sdk", "titans": "pip install '.[tpu]', or use --skip-preflight"}
+            raise LaunchError(
+                f"{command[0]} is not installed here; see {hint.get(command[0], 'launch/README.md')}"
+            ) from error
+
+
+def preflight(commands: Commands, options: argparse.Namespace, train: list[str]) -> None:
+    """Compile the configuration for the slice on this machine, and look at the bucket.
+
+    Raises:
+      LaunchError: the configuration does not fit, or the bucket would break checkpoints.
+    """
+    if not options.skip_preflight:
+        slices = ["--slices", str(options.slices)] if options.slices > 1 else []
+        commands.run("titans", "compile", train[0], "--topology", options.type, *slices, *train[1:])
+    # --raw: what gcloud itself makes of a bucket leaves this field out in some versions.
+    where = ["--project", options.project, "--raw", "--format", "value(hierarchicalNamespace.enabled)"]
+    found = commands.ask("gcloud", "storage", "buckets", "describe", f"gs://{options.bucket}", *where)
+    create = (
+        f"gcloud storage buckets create gs://{options.bucket} --project {options.project} --location "
+        f"{options.zone.rpartition('-')[0]} --uniform-bucket-level-access --enable-hierarchical-namespace"
+    )
+    if found.returncode:
+        raise LaunchError(f"gs://{options.bucket} cannot be read ({last_line(found.stderr)}); to create it: {create}")
+    if not commands.dry_run and found.stdout.strip().lower() != "true":
+        raise LaunchError(
+            f"gs://{options.bucket} has no hierarchical namespace, without which a checkpoint is not written whole or "
+            f"not at all; use another bucket, made with: {create}"
+        )
+
+
+def last_line(text: str) -> str:
+    """The last line that says something."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no message"
+
+
+def upload(commands: Commands, options: argparse.Namespace, train: list[str]) -> None:
+    """This checkout's code, with changes that are not committed, into the bucket, from where every host takes it."""
+    archive = f"{tempfile.gettempdir()}/{options.name}.tar.gz"
+    what = ["titans_jax", "configs", "launch", "pyproject.toml", "README.md", "LICENSE"]
+    if train[0].endswith(".py"):
+        what.append(train[0])
+    commands.run("tar", "--create", "--gzip", "--file", archive, "--exclude", "__pycache__", *what)
+    commands.run("gcloud", "storage", "cp", archive, code(options))
+
+
+def code(options: argparse.Namespace) -> str:
+    """Address of the uploaded code."""
+    return f"gs://{options.bucket}/code/{options.name}.tar.gz"
+
+
+# What the hosts of TPU VMs run, over ssh. Every command returns soon: gcloud runs them on 64 hosts at a time, and one
+# that waited for training would keep the other hosts from starting.
+
+SSH_FLAGS = ("--quiet", "--ssh-flag=-oConnectTimeout=20", "--ssh-flag=-oServerAliveInterval=20")
+"""A host that is gone is noticed within minutes."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host's line: titans-host NAME running|exited|absent CODE STEP."""
+
+    name: str
+    state: str
+    code: int | None
+    step: int
+
+
+def read_hosts(text: str) -> list[Host]:
+    """The hosts' lines in the output of ssh."""
+    found = re.findall(r"^titans-host (\S+) (running|exited|absent) (\d+|-) (\d+)\s*$", text, re.MULTILINE)
+    return [Host(name, state, None if code == "-" else int(code), int(step)) for name, state, code, step in found]
+
+
+def on_hosts_setup(options: argparse.Namespace) -> str:
+    """Fetch the code, install it and mount the bucket; again is quick."""
+    fetch = f"mkdir -p titans_jax && gcloud storage cat {code(options)} | tar --extract --gzip --directory titans_jax"
+    return f"set -o pipefail; {fetch} && titans_jax/launch/host.sh setup {options.bucket} {MOUNT}"
+
+
+def on_hosts_start(options: argparse.Namespace, train: list[str]) -> str:
+    """Start training, or leave it alone where it runs."""
+    return shlex.join(["titans_jax/launch/host.sh", "start", *training(options, train)])
+
+
+def on_hosts_status(options: argparse.Namespace) -> str:
+    """One line from each host: titans-host NAME running|exited|absent CODE STEP."""
+    script = "titans_jax/launch/host.sh"
+    return f"test -x {script} && {script} status {run_dir(options)} || echo titans-host $(hostname) absent - 0"
+
+
+def on_hosts_follow() -> str:
+    """Show the log until training ends."""
+    return "titans_jax/launch/host.sh follow"
+
+
+def on_hosts_stop() -> str:
+    """Save a checkpoint and stop."""
+    return "titans_jax/launch/host.sh stop"
+
+
+def main(run: Callable[[Sequence[str]], int]) -> int:
+    """`run` the command line; its exit code, 2 (what was asked for cannot work) or 1 (a command failed)."""
+    try:
+        return run(sys.argv[1:])
+    except LaunchError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 1 if isinstance(error, CommandError) else 2

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Run `titans train` on one host and tell by the exit code whether the run is finished.
+
+    supervise.py TITANS train CONFIG [--field value ...] --training.run_dir RUN_DIR
+    supervise.py --step RUN_DIR                 print the step of the latest checkpoint
+
+`titans train` ends with 0 both at its last step and when SIGTERM made it save and stop. Whoever restarts interrupted
+work (the queued-resource launcher, Kubernetes) must know which: exit code 0 is finished, 42 stopped and saved, 2 a
+mistake in the configuration, anything else a failure.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from common import STOPPED
+
+
+def latest_step(run_dir: Path) -> int:
+    """Step of the latest complete checkpoint; 0 without one."""
+    folder = run_dir / "checkpoints"
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def finished(run_dir: Path) -> bool:
+    """Whether the latest checkpoint is that of the last step."""
+    config = run_dir / "config.json"
+    return config.is_file() and latest_step(run_dir) >= json.loads(config.read_text())["training"]["steps"]
+
+
+def supervise(command: list[str], run_dir: Path) -> int:
+    """Run the command, hand SIGTERM and SIGINT on to it, and return the exit code described above."""
+    process = subprocess.Popen(command)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: process.send_signal(received))
+    code = process.wait()
+    if code:
+        return code if code > 0 else 128 - code
+    return 0 if finished(run_dir) else STOPPED
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--step"]:
+        print(latest_step(Path(arguments[1])))
+        return 0
+    return supervise(arguments, Path(arguments[arguments.index("--training.run_dir") + 1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
