@@ -219,16 +219,20 @@ class NeuralMemory(nnx.Module):
 
         gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, gates), mask=None)
         heads = jax.vmap(one, in_axes=(0, 0, 1, 1, 1, gate_axes, None, 0), out_axes=(1, 0, 1))
-        rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0, 0, None))
+        rows = jax.vmap(heads)
+        # One copy a row: gradients of what rows share would be summed over them, and over the devices that hold them,
+        # at every chunk of the scan.
+        params = broadcast(self.params(), queries.shape[0])
+        start = None if start is None else broadcast(_replace(start, position=None), queries.shape[0])
         reads, after, surprise = rows(
-            self.params(),
+            params,
             _replace(state, position=None),
             queries,
             keys,
             values,
             gates,
             resets,
-            None if start is None else _replace(start, position=None),
+            start,
         )
         # Documents begin on the chunk grid, so the open chunk is as long in every row.
         return (

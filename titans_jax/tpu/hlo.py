@@ -267,13 +267,26 @@ def _axes(instruction: Instruction, mesh: dict[str, int]) -> tuple[tuple[str, ..
 
 
 def _groups(line: str, devices: int) -> list[list[int]]:
-    """Replica groups, written {{0,2},{1,3}} or as an iota, [2,2]<=[2,2]T(1,0)."""
-    listed = re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", line)
-    if listed:
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed.group(1))]
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    if iota is None:  # all devices together
+    """Replica groups: written out, {{0,2},{1,3}}; as an iota, [2,2]<=[2,2]T(1,0); or as axes of a mesh of XLA's own,
+    mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}.
+
+    Raises:
+      ValueError: they are written in a way that is not known here.
+    """
+    text = re.search(r"replica_groups=(.*)", line)
+    if text is None or text.group(1).startswith("{}"):  # all devices together
         return [list(range(devices))]
-    shape, dims, order = ([int(n) for n in text.split(",")] if text else None for text in iota.groups())
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    return (ids if order is None else ids.transpose(order)).reshape(shape[0], -1).tolist()
+    text = text.group(1)
+    if listed := re.match(r"\{((?:\{[\d,]+\},?)+)\}", text):
+        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed.group(1))]
+    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        return (ids if order is None else ids.transpose(order)).reshape(shape[0], -1).tolist()
+    if named := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(([\d,]*)\))? ?\{([^}:]*)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+        order = [int(n) for n in named.group(2).split(",")] if named.group(2) else range(math.prod(sizes.values()))
+        along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named.group(3))]
+        ids = np.moveaxis(np.array(order).reshape(list(sizes.values())), along, range(-len(along), 0))
+        return ids.reshape(-1, math.prod(ids.shape[len(sizes) - len(along) :])).tolist()
+    raise ValueError(f"replica_groups is {text[:80]}, a form that is not known")
