@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -26,8 +27,10 @@ class Options:
     json: bool = False
     """Print one JSON object instead of tables."""
     compare: str | None = None
-    """Folder for a comparison instead: csv and plot of this model's tokens/s over Transformer++'s of the same size, by
-    length, on one chip of the slice's generation."""
+    """Folder for a comparison instead: csv and plot of models' tokens/s over that of a Transformer++ of the same size,
+    by length, on one chip of the slice's generation."""
+    models: tuple[Literal["lmm", "mac", "mag", "mal"], ...] = ("lmm", "mac", "mag", "mal")
+    """Models of the comparison."""
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     """Row lengths of the comparison."""
 
@@ -45,7 +48,7 @@ def main(config: Config, name: str, options: Options) -> None:
     if options.compare is not None:
         from titans_jax.tpu.relative import compare
 
-        compare(config, name, topology.generation, options.lengths, Path(options.compare), Console())
+        compare(config, options.models, topology.generation, options.lengths, Path(options.compare), Console())
         return
     if options.batch is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=options.batch))
@@ -53,14 +56,15 @@ def main(config: Config, name: str, options: Options) -> None:
         report = compile_step(config, topology)
     except DoesNotFit as error:
         fits = nearest_fit(config, topology, error.used)
-        raise ConfigError(f"{error}; {_advice(config, fits)}") from None
+        raise ConfigError(f"{error}; {advice(config, fits)}") from None
     if options.json:
         print(json.dumps({"config": name} | report.to_dict()))
     else:
         show(name, report, Console())
 
 
-def _advice(config: Config, fits: Config | None) -> str:
+def advice(config: Config, fits: Config | None) -> str:
+    """What to change of a configuration that does not fit, to get the nearest that does."""
     if fits is None:
         return "one row at a time on a chip does not either: use a larger slice, or shorter rows"
     changed = []

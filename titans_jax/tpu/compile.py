@@ -31,7 +31,7 @@ from titans_jax.training.step import make_train_step
 
 
 class DoesNotFit(ConfigError):
-    """The step needs more memory than a chip has; `used` is what the compiler says it needs, in bytes per device."""
+    """The step needs more memory than a chip has; `used`: bytes of a device that the compiler says it needs at least."""
 
     def __init__(self, sentence: str, used: float):
         super().__init__(sentence)
@@ -259,15 +259,18 @@ def _bytes(tree: Any) -> int:
 
 def _refusal(error: Exception, config: Config, topology: Topology) -> DoesNotFit | None:
     """The compiler's "ran out of memory" in our words; None for any other error."""
-    said = re.search(r"memory space hbm\. Used ([\d.]+)([MGT]) of", str(error))
-    if said is None:
+    text = str(error)
+    if said := re.search(r"memory space hbm\. Used ([\d.]+)([MGT]) of", text):
+        used = float(said.group(1)) * {"M": 2**20, "G": 2**30, "T": 2**40}[said.group(2)]
+    elif said := re.search(r"Allocation \(size=(\d+)\) would exceed memory", text):  # a single array
+        used = float(said.group(1))
+    else:
         return None
-    used = float(said.group(1)) * {"M": 2**20, "G": 2**30, "T": 2**40}[said.group(2)]
     devices = topology.generation.devices
     return DoesNotFit(
         f"data.batch_size {config.data.batch_size} in {config.training.gradient_accumulation} microbatches with "
-        f"model.remat {config.model.remat} does not fit {topology.name}: it needs {used * devices / GIB:.1f} GiB a "
-        f"chip, which has {topology.generation.hbm / GIB:.1f}",
+        f"model.remat {config.model.remat} does not fit {topology.name}: it needs at least {used * devices / GIB:.1f} "
+        f"GiB a chip, which has {topology.generation.hbm / GIB:.1f}",
         used,
     )
 

@@ -21,6 +21,8 @@ from functools import cached_property
 import numpy as np
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+SLICES = "slice"
+"""The mesh axis across slices."""
 KERNEL = "tpu_custom_call"
 """Custom call target of a Pallas kernel."""
 
@@ -120,13 +122,16 @@ class Program:
         seen = set()
         for instruction, times in self._run(inside_fusions=True):
             kind = instruction.opcode.removesuffix("-start")
-            if kind not in COLLECTIVES:
+            if kind not in COLLECTIVES and not _between_slices(instruction):
                 continue
             channel = instruction.attribute("channel_id")
             if channel is not None and channel in seen:  # one collective, spread over several fusions that hide it
                 continue
             seen.add(channel)
-            axes, size = _axes(instruction, mesh)
+            if between := _between_slices(instruction):
+                kind, axes, size = between, (SLICES,), mesh[SLICES]
+            else:
+                axes, size = _axes(instruction, mesh)
             if size == 1:
                 continue
             sent = _sent(instruction, kind, size)
@@ -236,11 +241,19 @@ def _sizes(shape: str) -> list[float]:
     return [int(bits or 8) / 8 * math.prod(int(n) for n in dims.split(",") if n) for _, bits, dims in arrays]
 
 
+def _between_slices(instruction: Instruction) -> str | None:
+    """The kind of a collective that hosts carry from slice to slice: each device hands its part to its host."""
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.line)
+    return transfer.group(1).lower().replace("_", "-") if transfer and instruction.opcode == "send" else None
+
+
 def _sent(instruction: Instruction, kind: str, size: int) -> float:
     """Bytes a device sends in a ring of `size` devices; the result is what is gathered, reduced or scattered into."""
     arrays = _sizes(instruction.shape)
-    if instruction.opcode in ("all-gather-start", "collective-permute-start"):  # (operands, results, ...)
+    if instruction.opcode in ("all-gather-start", "collective-permute-start"):  # (operand, result, ...)
         arrays = arrays[1:2] if len(arrays) > 1 else arrays
+    if instruction.opcode == "send":  # (operand, identifier, token)
+        arrays = arrays[:1]
     result = sum(arrays)
     return {
         "all-gather": result * (size - 1) / size,
