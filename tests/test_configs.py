@@ -35,7 +35,7 @@ def test_config_is_valid_and_its_docstring_true(file):
     assert f"titans train {file.stem}" in docstring
     (stated,) = re.findall(r"([\d,]+) parameters", docstring)
     assert count_params(config.model) == int(stated.replace(",", ""))
-    if "Sized" in docstring:
+    if "Sized by" in docstring:
         topology = find_topology(config.mesh.topology)
         assert find_topology(re.findall(r"TPU (v5e-\d+)", docstring)[0]) == topology
         on_each = config.data.batch_size / config.training.gradient_accumulation / topology.chips

@@ -31,7 +31,7 @@ from titans_jax.training.step import make_train_step
 
 
 class DoesNotFit(ConfigError):
-    """The step needs more memory than a chip has; `used`: bytes of a device that the compiler says it needs at least."""
+    """The step needs more memory than a chip has; `used`: bytes of a device that it needs at least."""
 
     def __init__(self, sentence: str, used: float):
         super().__init__(sentence)
