@@ -10,6 +10,7 @@ from titans_jax.cli import find_config, load_config, shipped_configs
 from titans_jax.config import validate
 from titans_jax.memory.presets import PRESETS
 from titans_jax.presets import MIRAS, SIZES, TITANS
+from titans_jax.tpu.topology import find_topology
 from titans_jax.training.run import count_params
 
 FILES = sorted(shipped_configs().glob("*.py"), key=lambda file: file.stem)
@@ -34,6 +35,13 @@ def test_config_is_valid_and_its_docstring_true(file):
     assert f"titans train {file.stem}" in docstring
     (stated,) = re.findall(r"([\d,]+) parameters", docstring)
     assert count_params(config.model) == int(stated.replace(",", ""))
+    if "Sized by" in docstring:
+        topology = find_topology(config.mesh.topology)
+        assert find_topology(re.findall(r"TPU (v5e-\d+)", docstring)[0]) == topology
+        on_each = config.data.batch_size / config.training.gradient_accumulation / topology.chips
+        assert f"{on_each:g} row" in docstring
+    else:
+        assert config.mesh.topology is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: titans train | generate | evaluate | bench | models | configs | data.
+"""The command line: titans train | generate | evaluate | compile | bench | models | configs | data.
 
 Everything heavy is imported by the command that needs it, so `titans --help` answers at once. A user's mistake ends in
 one sentence and exit code 2, a run that cannot go on in one sentence and exit code 1; neither in a traceback.
@@ -24,6 +24,7 @@ USAGE = """usage: titans COMMAND ...
   train CONFIG [--field value ...]   train a model; the same command goes on with a run that was stopped
   generate RUN [--prompt TEXT ...]   continue a text with a trained model
   evaluate RUN [--json True ...]     loss, bits per byte and perplexity on held-out text
+  compile CONFIG [--topology ...]    does it fit a TPU slice, and what does a step cost there; needs no TPU
   data CONFIG [--field value ...]    what a configuration's data holds, and one row of it
   models                             every memory rule by name: Table 1 of Miras, from the code
   configs                            the configurations that come with the package
@@ -170,6 +171,26 @@ def data(arguments: list[str]) -> None:
     print(f"the first row begins: {tokenizer.decode(row)[:300]!r}")
 
 
+def compile_(arguments: list[str]) -> None:
+    """titans compile CONFIG [--topology v5p:8x8x8 ...] [--field value ...]"""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # where there are TPUs, they are none of this command's business
+    from titans_jax.tpu.command import Options, main
+
+    own = {field.name for field in dataclasses.fields(Options)}
+    groups: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument.startswith("--"):
+            groups.append([])
+        groups[-1].append(argument)
+    is_own = [group[:1] != [] and group[0].partition("=")[0].removeprefix("--") in own for group in groups]
+    fields = [argument for group, mine in zip(groups, is_own, strict=True) if not mine for argument in group]
+    options = [argument for group, mine in zip(groups, is_own, strict=True) if mine for argument in group]
+    config, name = configuration("titans compile", fields, reads_data=False)
+    main(config, name, parse(f"titans compile {name}", Options, options, Options()))
+
+
 def models(arguments: list[str]) -> None:
     """titans models"""
     _no_arguments("titans models", arguments)
@@ -229,16 +250,18 @@ def bench(arguments: list[str]) -> None:
 
 
 COMMANDS = {
-    "train": train, "generate": generate, "evaluate": evaluate, "data": data, "models": models, "configs": configs,
-    "bench": bench,
+    "train": train, "generate": generate, "evaluate": evaluate, "compile": compile_, "data": data, "models": models,
+    "configs": configs, "bench": bench,
 }  # fmt: skip
 
 
 # Arguments
 
 
-def configuration(program: str, arguments: list[str]) -> tuple[Config, str]:
+def configuration(program: str, arguments: list[str], *, reads_data: bool = True) -> tuple[Config, str]:
     """The configuration that arguments CONFIG [--field value ...] describe, valid; and its name.
+
+    `reads_data`: the command needs the configuration's data to be there.
 
     Raises:
       ConfigError: no such configuration, an unknown field, a value of a wrong type, or fields that do not fit together.
@@ -248,7 +271,7 @@ def configuration(program: str, arguments: list[str]) -> tuple[Config, str]:
         raise SystemExit(0 if arguments else 2)
     file = find_config(arguments[0])
     config = parse(f"{program} {arguments[0]}", Config, arguments[1:], load_config(file))
-    validate(config)
+    validate(config, reads_data=reads_data)
     return config, file.stem
 
 

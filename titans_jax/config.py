@@ -104,8 +104,10 @@ class ModelConfig:
     """Use the embedding matrix as the output head too."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of activations and matmul operands. Parameters and memory state are float32 (float64 when this is)."""
-    remat: Literal["none", "full", "dots"] = "full"
-    """What the backward pass recomputes per block: nothing, everything, or everything but matmul outputs."""
+    remat: Literal["none", "full", "dots", "names", "offload"] = "full"
+    """What the backward pass recomputes per block: nothing, everything, everything but matmul outputs, or (`names`)
+    everything but the queries, keys, values and outputs of attention and memory; `offload` puts those into the host's
+    memory."""
     document_slack: int = 0
     """Extra slots a packed row may use to align documents to the memory's chunks; 0 when the data is aligned."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -197,12 +199,17 @@ class TrainingConfig:
 class MeshConfig:
     """Devices along each axis of the mesh; one axis may be -1, "all that are left"."""
 
+    slice: int = 1
+    """Slices of a machine of several, each with copies of the model; only gradients cross the network between them."""
     data: int = -1
     """Copies of the model; each reads its own rows."""
     fsdp: int = 1
     """Shards of parameters and optimizer state; each reads its own rows."""
     tensor: int = 1
     """Shards of heads and hidden widths; all read the same rows."""
+    topology: str | None = None
+    """The TPU slice the batch is cut for, by shape (v5e:2x4) or accelerator type (v5litepod-8); what `titans compile`
+    compiles for. Training takes the devices that are there."""
 
 
 @dataclass(frozen=True)
@@ -315,8 +322,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def validate(config: Config) -> None:
-    """Refuse a configuration that cannot work.
+def validate(config: Config, *, reads_data: bool = True) -> None:
+    """Refuse a configuration that cannot work; one that reads no data needs no data.path.
 
     Raises:
       ConfigError: one sentence with the field, its value and what would work.
@@ -324,7 +331,7 @@ def validate(config: Config) -> None:
     _validate_types(config)
     _validate_ranges(config)
     _validate_model(config.model)
-    _validate_data(config)
+    _validate_data(config, reads_data)
 
 
 def _validate_types(config: Any, prefix: str = "") -> None:
@@ -405,9 +412,10 @@ def _validate_ranges(config: Config) -> None:
     require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
     require(["model.hidden_dim"], lambda x: x is None or x >= 1, "at least 1, or None")
     require(["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on")
-    require(["mesh.data", "mesh.fsdp", "mesh.tensor"], lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")
-    if [config.mesh.data, config.mesh.fsdp, config.mesh.tensor].count(-1) > 1:
-        raise ConfigError("mesh has several axes set to -1; use -1 on one of mesh.data, mesh.fsdp and mesh.tensor")
+    axes = ["mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"]
+    require(axes, lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")
+    if [values[axis] for axis in axes].count(-1) > 1:
+        raise ConfigError(f"mesh has several axes set to -1; use -1 on one of {', '.join(axes[:-1])} and {axes[-1]}")
 
 
 def _validate_model(model: ModelConfig) -> None:
@@ -435,9 +443,9 @@ def _validate_model(model: ModelConfig) -> None:
         )
 
 
-def _validate_data(config: Config) -> None:
+def _validate_data(config: Config, reads_data: bool) -> None:
     data = config.data
-    if data.source != "python" and data.path is None:
+    if reads_data and data.source != "python" and data.path is None:
         raise ConfigError(f"data.path is None; data.source {data.source} needs a file or folder there")
     accumulation = config.training.gradient_accumulation
     if data.batch_size % accumulation:

@@ -21,16 +21,18 @@ class Size:
     learning_rate: float
     tokens: float
     microbatches: int
-    """Parts of the 128 rows of a step: 1 or 2 rows at a time on each of the chips that the files in configs/ name."""
+    """Parts of the 128 rows of a step: 1 or 2 rows at a time on each chip of the topology."""
+    topology: str
+    """The TPU slice that the batch is cut for."""
 
 
 SIZES = {
-    "170m": Size(12, 768, 16, 3e-3, 15e9, 8),
-    "340m": Size(24, 1024, 16, 1.5e-3, 15e9, 8),
+    "170m": Size(12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4"),
+    "340m": Size(24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
     # The paper has results for 400M but no row: depth, head width and learning rate of its neighbour, one step wider.
-    "400m": Size(24, 1152, 18, 1.5e-3, 15e9, 8),
-    "760m": Size(24, 1536, 16, 1.25e-3, 30e9, 8),
-    "1b": Size(18, 2048, 8, 7e-4, 100e9, 4),
+    "400m": Size(24, 1152, 18, 1.5e-3, 15e9, 8, "v5e:2x4"),
+    "760m": Size(24, 1536, 16, 1.25e-3, 30e9, 8, "v5e:4x4"),
+    "1b": Size(18, 2048, 8, 7e-4, 100e9, 4, "v5e:4x8"),
 }
 """The last is the paper's 1.3B. Miras has the rows 170m, 340m and 760m (there 780M) and names 1.3B without a row."""
 
@@ -81,7 +83,7 @@ def paper(model: str, size: str) -> Config:
             diagnostics_every=500,
             sample_prompt="The",
         ),
-        mesh=MeshConfig(data=1, fsdp=-1),
+        mesh=MeshConfig(data=1, fsdp=-1, topology=row.topology),
     )
 
 

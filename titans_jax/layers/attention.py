@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.config import ModelConfig
 from titans_jax.layers.documents import Documents
@@ -187,11 +188,12 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """[..., t, dim] -> [..., t, h, d], turned to int positions [..., t]."""
-        return rotate(self._split(self.query(x)), positions, self.rope_theta)
+        return checkpoint_name(rotate(self._split(self.query(x)), positions, self.rope_theta), "features")
 
     def key_values(self, x: jax.Array, positions: jax.Array) -> KeyValues:
         """[..., t, dim] -> keys (turned to int positions [..., t]) and values [..., t, h, d]."""
-        return KeyValues(rotate(self._split(self.key(x)), positions, self.rope_theta), self._split(self.value(x)))
+        keys = rotate(self._split(self.key(x)), positions, self.rope_theta)
+        return checkpoint_name(KeyValues(keys, self._split(self.value(x))), "features")
 
     def prefix(self, persistent: jax.Array | None) -> KeyValues:
         """Keys and values [n, h, d] of persistent tokens [n, dim], or of none; they have no position."""
@@ -201,7 +203,7 @@ class Attention(nnx.Module):
 
     def merge(self, y: jax.Array) -> jax.Array:
         """[..., t, h, d] -> [..., t, dim], the output projection."""
-        return self.output(y.reshape(*y.shape[:-2], -1))
+        return self.output(checkpoint_name(y.reshape(*y.shape[:-2], -1), "reads"))
 
     def _split(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], self.num_heads, self.head_dim)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax import memory
 from titans_jax.config import ModelConfig, memory_rule
@@ -52,7 +53,7 @@ class MemoryInput(nnx.Module):
         x, tail = self.convolution(x, tail, documents, initial_tail)
         x = jax.nn.silu(x) if self.activation else x
         x = x.reshape(*x.shape[:-1], *self.heads)
-        return (l2_normalize(x) if self.unit_norm else x), tail
+        return checkpoint_name(l2_normalize(x) if self.unit_norm else x, "features"), tail
 
 
 class NeuralMemory(nnx.Module):
@@ -158,7 +159,8 @@ class NeuralMemory(nnx.Module):
 
     def output(self, x: jax.Array, reads: jax.Array) -> jax.Array:
         """Reads [b, t, h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output projection."""
-        y = self.norm(reads.astype(self.dtype)).reshape(*reads.shape[:-2], -1)
+        reads = checkpoint_name(reads.astype(self.dtype), "reads")
+        y = self.norm(reads).reshape(*reads.shape[:-2], -1)
         return self.output_projection(y * jax.nn.silu(self.output_gate(x)))
 
     def start(self, persistent: jax.Array | None = None) -> MemoryLayerState:
@@ -217,16 +219,20 @@ class NeuralMemory(nnx.Module):
 
         gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, gates), mask=None)
         heads = jax.vmap(one, in_axes=(0, 0, 1, 1, 1, gate_axes, None, 0), out_axes=(1, 0, 1))
-        rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0, 0, None))
+        rows = jax.vmap(heads)
+        # One copy a row: gradients of what rows share would be summed over them, and over the devices that hold them,
+        # at every chunk of the scan.
+        params = broadcast(self.params(), queries.shape[0])
+        start = None if start is None else broadcast(_replace(start, position=None), queries.shape[0])
         reads, after, surprise = rows(
-            self.params(),
+            params,
             _replace(state, position=None),
             queries,
             keys,
             values,
             gates,
             resets,
-            None if start is None else _replace(start, position=None),
+            start,
         )
         # Documents begin on the chunk grid, so the open chunk is as long in every row.
         return (

@@ -42,9 +42,19 @@ BLOCKS: dict[str, type[nnx.Module]] = {
     block(x, state=None, documents=None) -> x, state, report         x [batch, time, dim]; report {} without memory
 """
 
+NAMES = ("features", "reads")
+"""Activations that layers name: queries, keys and values of attention and memory, and what these return."""
+
 REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names(*NAMES),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(NAMES),
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
 
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 
 import jax
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, PartitionSpec
 
-AXES = ("data", "fsdp", "tensor")
-"""data: copies of the model; fsdp: shards of parameters; tensor: shards of heads and hidden widths."""
+AXES = ("slice", "data", "fsdp", "tensor")
+"""slice: copies of the model on slices that only the data center's network joins; data: copies inside a slice; fsdp:
+shards of parameters; tensor: shards of heads and hidden widths."""
 
-BATCH = ("data", "fsdp")
+BATCH = ("slice", "data", "fsdp")
 """Mesh axes over which the rows of a batch are spread."""
 
 RULES = (("embed", "fsdp"), ("heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("layers", None))
@@ -42,28 +44,45 @@ def machine() -> str:
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: list | None = None) -> jax.sharding.Mesh:
-    """A mesh with axes data, fsdp and tensor over all devices, or over those given.
+def target_platform() -> str:
+    """What the program that is being traced will run on, "cpu", "gpu" or "tpu": the mesh's devices if one is set (they
+    need not exist here: `titans compile` describes them), else jax's default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def make_mesh(
+    data: int = -1, fsdp: int = 1, tensor: int = 1, slice: int = 1, devices: list | None = None
+) -> jax.sharding.Mesh:
+    """A mesh with axes slice, data, fsdp and tensor over all devices, or over those given.
 
     Args:
-      data, fsdp, tensor: devices along each axis; one of them may be -1, "all that are left".
-      devices: the devices to use, default `jax.devices()`.
+      data, fsdp, tensor, slice: devices along each axis; one of them may be -1, "all that are left".
+      devices: the devices to use, default `jax.devices()`. Those of a slice get the same place on the axis slice.
 
     Raises:
-      ValueError: the axes do not multiply to the number of devices.
+      ValueError: the axes do not multiply to the number of devices, or slice is not how many slices there are.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [data, fsdp, tensor]
+    sizes = [slice, data, fsdp, tensor]
     if -1 in sizes:
-        known = -data * fsdp * tensor
+        known = -math.prod(sizes)
         sizes[sizes.index(-1)] = len(devices) // max(known, 1)
-    if sizes[0] * sizes[1] * sizes[2] != len(devices):
+    if math.prod(sizes) != len(devices):
         raise ValueError(
-            f"mesh data={data}, fsdp={fsdp}, tensor={tensor} does not fit {len(devices)} devices; use axes whose "
-            f"product is {len(devices)}, or -1 for one of them"
+            f"mesh data={data}, fsdp={fsdp}, tensor={tensor}, slice={slice} does not fit {len(devices)} devices; use "
+            f"axes whose product is {len(devices)}, or -1 for one of them"
         )
     # Auto, not make_mesh's default Explicit: the compiler places what is not annotated.
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    types = (AxisType.Auto,) * len(AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:  # slice > 1 here is a rehearsal: the axis without the network
+        return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
+    if sizes[0] != slices:
+        raise ValueError(f"mesh slice={sizes[0]} does not fit devices in {slices} slices; use slice={slices}")
+    across = [slices, 1, 1, 1]
+    ordered = mesh_utils.create_hybrid_device_mesh([1, *sizes[1:]], across, devices)
+    return jax.sharding.Mesh(ordered, AXES, axis_types=types)
 
 
 @contextlib.contextmanager

@@ -11,15 +11,7 @@ from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.memory_gates import GATES, channel_gates, scalar_gates
 from titans_jax.memory.linear_block import block_size
-
-# Peak bfloat16 operations per second of one chip, by jax's device kind.
-PEAK_FLOPS = {
-    "TPU v4": 2.75e14,
-    "TPU v5 lite": 1.97e14,
-    "TPU v5": 4.59e14,
-    "TPU v6 lite": 9.2e14,
-    "TPU7x": 2.307e15,
-}
+from titans_jax.tpu.topology import peak_flops
 
 
 def training_flops_per_token(model: ModelConfig, time: int) -> float:
@@ -104,5 +96,5 @@ def memory_matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
 
 def peak_flops_per_second() -> float | None:
     """Peak of all devices together in bfloat16, or None where it is not known."""
-    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    peak = peak_flops(jax.devices()[0].device_kind)
     return peak * jax.device_count() if peak else None

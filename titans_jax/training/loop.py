@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -13,13 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from titans_jax import data, sharding
-from titans_jax.config import Config, ConfigError, MeshConfig, to_dict, validate
+from titans_jax.config import Config, to_dict, validate
 from titans_jax.evaluation.perplexity import Batch, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
 from titans_jax.models.language_model import granularity
 from titans_jax.training.checkpoint import Checkpoints, abstract_like, check_same_run
 from titans_jax.training.diagnostics import warnings
 from titans_jax.training.flops import peak_flops_per_second, training_flops_per_token
+from titans_jax.training.mesh import use_mesh
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.report import Report, say
@@ -44,7 +44,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, tokenizer)
     check_folder(config, run_dir)
-    with use_mesh(config.mesh) as mesh:
+    with use_mesh(config) as mesh:
         split = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         align = granularity(config.model)
         batches = data.train_batches(config.data, tokenizer, align=align, **split)
@@ -210,24 +210,6 @@ class Trainer:
         if len(array.sharding.device_set) == self.mesh.size:
             return array
         return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec()))
-
-
-@contextlib.contextmanager
-def use_mesh(config: MeshConfig) -> Iterator[jax.sharding.Mesh | None]:
-    """The mesh over all devices, set; None, and nothing set, on a single device.
-
-    Raises:
-      ConfigError: the axes do not multiply to the number of devices.
-    """
-    try:
-        mesh = sharding.make_mesh(config.data, config.fsdp, config.tensor)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    if mesh.size == 1:
-        yield None
-    else:
-        with sharding.use_mesh(mesh):
-            yield mesh
 
 
 def check_folder(config: Config, run_dir: Path) -> None:

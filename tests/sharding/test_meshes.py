@@ -1,0 +1,68 @@
+"""What must not depend on the mesh: initial parameters, loss and gradients, with every axis in use, and where the
+optimizer's state lies. One process with eight devices for all, because their number is fixed when JAX starts.
+"""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import dataclasses, functools
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # compiling is all the time this takes
+import jax.numpy as jnp, numpy as np
+from titans_jax import sharding
+from titans_jax.config import Config, DataConfig, MemoryConfig, MeshConfig, ModelConfig, OptimizerConfig
+from titans_jax.evaluation.perplexity import loss_sum
+from titans_jax.training.mesh import mesh_of
+from titans_jax.training.optimizer import make_optimizer
+from titans_jax.training.run import init_model
+
+LMM = ModelConfig(
+    pattern=("lmm",), dim=16, depth=2, num_heads=2, head_dim=8, vocab_size=32, hidden_dim=32, num_persistent=0,
+    dtype="float32", memory=MemoryConfig(expansion=2, chunk_size=4, depth=1),
+)
+tokens = np.random.default_rng(0).integers(0, 32, (8, 12)).astype(np.int32)
+batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "segment_ids": np.ones_like(tokens)}
+optimizer = make_optimizer(OptimizerConfig(), 10)
+
+def start_and_gradients(model, devices, **axes):
+    config = Config(model=model, data=DataConfig(batch_size=8), mesh=MeshConfig(**axes))
+    with sharding.use_mesh(mesh_of(config, devices)):
+        graphdef, params = init_model(model, seed=3)
+        for moments in (optimizer.init(params)[1][0].mu, optimizer.init(params)[1][0].nu):
+            for moment, param in zip(jax.tree.leaves(moments), jax.tree.leaves(params), strict=True):
+                assert moment.sharding == param.sharding, (moment.sharding, param.sharding)
+        place = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P(sharding.BATCH))
+        gradients = jax.jit(jax.value_and_grad(functools.partial(loss_sum, graphdef), has_aux=True))
+        (loss, _), grads = gradients(params, jax.device_put(batch, place))
+    return jax.tree.map(np.asarray, (params, loss, grads)), params
+
+def check(actual, expected):
+    (params, loss, grads), (expected_params, expected_loss, expected_grads) = actual[0], expected[0]
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max())
+    jax.tree.map(close, grads, expected_grads)
+
+alone = start_and_gradients(LMM, jax.devices()[:1])
+for axes in ({"data": 2, "fsdp": 2, "tensor": 2}, {"slice": 2, "data": 1, "fsdp": 4}):
+    spread = start_and_gradients(LMM, jax.devices(), **axes)
+    check(spread, alone)
+    kernel = spread[1]["cycles"]["blocks"][0]["feed_forward"]["up"]["kernel"]
+    assert kernel.addressable_shards[0].data.shape == (2, 16 // axes["fsdp"], 32 // axes.get("tensor", 1))
+
+# Names and their policies work alike in attention, which compiles faster.
+transformer = dataclasses.replace(LMM, pattern=("attention",))
+policies = {remat: dataclasses.replace(transformer, remat=remat) for remat in ("full", "names", "offload")}
+runs = {remat: start_and_gradients(model, jax.devices()[:1]) for remat, model in policies.items()}
+check(runs["names"], runs["full"])
+check(runs["offload"], runs["full"])
+"""
+
+
+def test_meshes_and_remat_policies_agree():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]

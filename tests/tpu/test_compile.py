@@ -1,0 +1,158 @@
+"""Training steps compiled by the TPU compiler, for machines that are not there."""
+
+import dataclasses
+
+import pytest
+
+from titans_jax import cli
+from titans_jax.config import Config, DataConfig, MemoryConfig, MeshConfig, ModelConfig
+from titans_jax.tpu import command
+from titans_jax.tpu import compile as compile_module
+from titans_jax.tpu.compile import DoesNotFit, compile_step, nearest_fit
+from titans_jax.tpu.topology import find_topology
+from titans_jax.training.run import count_params
+
+pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed")
+
+LMM = Config(
+    model=ModelConfig(
+        pattern=("lmm",),
+        dim=128,
+        depth=2,
+        num_heads=2,
+        head_dim=64,
+        num_persistent=0,
+        memory=MemoryConfig(depth=1, chunk_size=64),
+    ),
+    data=DataConfig(sequence_length=256, batch_size=4),
+    mesh=MeshConfig(data=1, fsdp=2, tensor=2),
+)
+TRANSFORMER = dataclasses.replace(
+    LMM, model=dataclasses.replace(LMM.model, pattern=("attention",)), mesh=MeshConfig(data=1, fsdp=-1)
+)
+
+
+def with_model(config: Config, **fields) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **fields))
+
+
+def with_rows(config: Config, rows: int) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=rows))
+
+
+@pytest.fixture(scope="module")
+def lmm():
+    return compile_step(LMM, find_topology("v5e:2x2"))
+
+
+def test_what_a_chip_holds(lmm):
+    """Matrices lie in quarters, what heads own in halves, vectors whole; AdamW keeps two moments and two counters."""
+    parameters, state = lmm.hbm["parameters"], lmm.hbm["optimizer state"]
+    total = 4 * count_params(LMM.model)
+    assert total / 4 < parameters < total / 3
+    assert state == 2 * parameters + 2 * 4
+    assert lmm.hbm["batch"] == 3 * 4 * (4 // 2) * 256
+    assert lmm.topology.generation.hbm - sum(lmm.hbm.values()) == lmm.headroom
+    assert lmm.host == 0
+
+
+def test_estimate_is_of_this_step(lmm):
+    assert lmm.unknown_loops == 0
+    assert any(source.startswith("memory/") for source in lmm.cycles) and "layers/feed_forward" in lmm.cycles
+    assert 0 < lmm.utilisation < 1
+    assert lmm.tokens_per_second * lmm.step_seconds == pytest.approx(4 * 256 / 4)
+    assert any("collectives" in sentence for sentence in lmm.leaves_out)
+
+
+def test_no_collective_runs_per_chunk(lmm):
+    """Twice as many chunks, and no collective more: gradients of what rows share are summed once, behind the scan."""
+    longer = dataclasses.replace(LMM, data=dataclasses.replace(LMM.data, sequence_length=512))
+    longer = compile_step(longer, find_topology("v5e:2x2"))
+    calls = [sum(collective.calls for collective in report.collectives) for report in (lmm, longer)]
+    assert calls[1] == calls[0]
+    assert longer.cycles["memory/weighing"] > 1.9 * lmm.cycles["memory/weighing"]  # the scan turns twice as often
+
+
+def test_only_gradients_cross_slices():
+    report = compile_step(with_rows(TRANSFORMER, 8), find_topology("v6e:2x2", slices=2))
+    assert report.mesh == {"slice": 2, "data": 1, "fsdp": 4, "tensor": 1}
+    across = [collective for collective in report.collectives if "slice" in collective.axes]
+    shard = report.hbm["parameters"]
+    assert shard / 2 < sum(collective.sent for collective in across) < 2 * shard
+    assert sum(c.sent for c in report.collectives if c.axes == ("fsdp",)) > shard
+
+
+def test_offload_puts_the_named_activations_into_the_hosts_memory():
+    config = with_model(TRANSFORMER, remat="offload")
+    report = compile_step(config, find_topology("v5e:1x1"))
+    queries_keys_values_reads = 4 * 4 * 256 * 128 * 2  # rows, tokens, width, bytes
+    assert report.host == config.model.depth * queries_keys_values_reads
+
+
+FILE = """
+from titans_jax.config import Config, DataConfig, MeshConfig, ModelConfig
+config = Config(
+    model=ModelConfig(pattern=("attention",), dim=128, depth=1, num_heads=2, head_dim=64),
+    data=DataConfig(source="jsonl", sequence_length=256, batch_size=64), mesh=MeshConfig(topology="v5litepod-1"),
+)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "big.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def test_a_step_that_does_not_fit_is_refused(file, capsys):
+    """16 GiB of embedding, without gradients and moments, on 15.75: no batch helps."""
+    shape = "--model.vocab_size 33554432 --model.dim 128 --batch 1 --data.sequence_length 16"
+    assert cli.main(["compile", file, *shape.split()]) == 2
+    sentence = capsys.readouterr().err
+    assert "does not fit v5e:1x1: it needs at least" in sentence
+    assert "one row at a time on a chip does not either: use a larger slice" in sentence
+
+
+@pytest.mark.parametrize(
+    "remat, rows_that_fit, advice",
+    [
+        ("none", 64, "--model.remat full"),
+        ("none", 20, "--model.remat full --training.gradient_accumulation 4"),
+        ("full", 32, "--training.gradient_accumulation 2"),
+        ("full", 1, "--training.gradient_accumulation 64"),
+        ("full", 0, None),
+    ],
+)
+def test_the_nearest_that_fits(monkeypatch, remat, rows_that_fit, advice):
+    """Of a compiler to which every row costs the same, with remat full: as many rows at once as can be."""
+    tried = []
+
+    def compiler(config, topology):
+        rows = 64 // config.training.gradient_accumulation
+        tried.append(rows)
+        if config.model.remat != "full" or rows > rows_that_fit:
+            raise DoesNotFit("too large", topology.generation.hbm * rows / max(rows_that_fit, 0.5))
+
+    monkeypatch.setattr(compile_module, "compile_step", compiler)
+    config = with_model(with_rows(TRANSFORMER, 64), remat=remat)
+    topology = find_topology("v5e:1x1")
+    found = nearest_fit(config, topology, topology.generation.hbm * 64 / max(rows_that_fit, 0.5))
+    assert (found and command.advice(config, found)) == (advice and f"{advice} fits")
+    assert len(tried) <= 2  # what cannot fit by its size is not compiled
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--topology v5e:2x3", "there is no topology v5e:2x3; the nearest is v5e:2x2 (v5litepod-4)"),
+        ("--topology v5e:2x2 --batch 7", "data.batch_size is 7, cut into 1 by training.gradient_accumulation"),
+        ("--topology v5e:2x2 --mesh.fsdp 3", "mesh data=-1, fsdp=3, tensor=1, slice=1 does not fit 4 devices"),
+        ("--topology v5e:2x2 --mesh.tensor 4", "model.num_heads is 2, which mesh.tensor 4 does not divide; use"),
+        ("--mesh.topology None", "mesh.topology of big is None; name a slice, such as --topology v5e:2x4"),
+        ("--slice 2", "there is no field slice"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_compiled(file, arguments, message, capsys):
+    assert cli.main(["compile", file, *arguments.split()]) == 2
+    assert message in capsys.readouterr().err

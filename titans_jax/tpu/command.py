@@ -1,0 +1,114 @@
+"""`titans compile`: the report of a training step on a TPU that is not there, and the comparison with Transformer++."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from titans_jax.config import Config, ConfigError
+from titans_jax.tpu.compile import DoesNotFit, Report, compile_step, nearest_fit
+from titans_jax.tpu.topology import GIB, find_topology
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compile a configuration's training step for a TPU slice; needs libtpu, and no TPU."""
+
+    topology: str | None = None
+    """The slice, by shape (v5p:8x8x8) or accelerator type (v5p-1024); None is the configuration's mesh.topology."""
+    slices: int = 1
+    """Slices of this shape, joined by the data center's network."""
+    batch: int | None = None
+    """Rows of a step; None is the configuration's data.batch_size."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+    compare: str | None = None
+    """Folder for a comparison instead: csv and plot of models' tokens/s over that of a Transformer++ of the same size,
+    by length, on one chip of the slice's generation."""
+    models: tuple[Literal["lmm", "mac", "mag", "mal"], ...] = ("lmm", "mac", "mag", "mal")
+    """Models of the comparison."""
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
+    """Row lengths of the comparison."""
+
+
+def main(config: Config, name: str, options: Options) -> None:
+    """Print the report.
+
+    Raises:
+      ConfigError: no such topology, a mesh or a batch that does not divide, no libtpu, a step that does not fit.
+    """
+    asked = options.topology or config.mesh.topology
+    if asked is None:
+        raise ConfigError(f"mesh.topology of {name} is None; name a slice, such as --topology v5e:2x4")
+    topology = find_topology(asked, options.slices)
+    if options.compare is not None:
+        from titans_jax.tpu.relative import compare
+
+        compare(config, options.models, topology.generation, options.lengths, Path(options.compare), Console())
+        return
+    if options.batch is not None:
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=options.batch))
+    try:
+        report = compile_step(config, topology)
+    except DoesNotFit as error:
+        fits = nearest_fit(config, topology, error.used)
+        raise ConfigError(f"{error}; {advice(config, fits)}") from None
+    if options.json:
+        print(json.dumps({"config": name} | report.to_dict()))
+    else:
+        show(name, report, Console())
+
+
+def advice(config: Config, fits: Config | None) -> str:
+    """What to change of a configuration that does not fit, to get the nearest that does."""
+    if fits is None:
+        return "one row at a time on a chip does not either: use a larger slice, or shorter rows"
+    changed = []
+    if fits.model.remat != config.model.remat:
+        changed.append(f"--model.remat {fits.model.remat}")
+    parts = fits.training.gradient_accumulation
+    if parts != config.training.gradient_accumulation:
+        changed.append(f"--training.gradient_accumulation {parts}")
+    return f"{' '.join(changed)} fits"
+
+
+def show(name: str, report: Report, console: Console) -> None:
+    """Print a report as tables."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items() if size > 1) or "one device"
+    console.print(f"{name} on {report.topology}; mesh {mesh}; compiled in {report.compile_seconds:,.0f} s")
+    console.print(
+        f"{report.rows} rows of {report.sequence_length:,} tokens a step in {report.accumulation} microbatches; "
+        f"remat {report.remat}"
+    )
+    limit = report.topology.generation.hbm
+    table = Table("memory of a chip", "GiB", "share")
+    for kind, size in report.hbm.items():
+        table.add_row(kind, f"{size / GIB:,.3f}", f"{size / limit:.1%}")
+    table.add_row("headroom", f"{report.headroom / GIB:,.3f}", f"{report.headroom / limit:.1%}", style="bold")
+    if report.host:
+        table.add_row("(in the host's memory)", f"{report.host / GIB:,.3f}", "")
+    console.print(table)
+    if report.collectives:
+        table = Table("collective", "mesh axes", "calls a step", "GB a device sends")
+        for collective in report.collectives:
+            axes = " x ".join(collective.axes)
+            table.add_row(collective.kind, axes, f"{collective.calls:,}", f"{collective.sent / 1e9:,.3f}")
+        console.print(table)
+    table = Table("estimate, not measured", "value", "unit")
+    table.add_row("step", f"{report.step_seconds:,.4g}", "s")
+    table.add_row("model FLOPs", f"{report.flops / 1e12:,.4g}", "TFLOP a chip, counted analytically")
+    table.add_row("model FLOPs utilisation", f"{report.utilisation:.1%}", "")
+    table.add_row("speed", f"{report.tokens_per_second:,.0f}", "tokens/s a chip")
+    for axes, seconds in report.network_seconds.items():
+        table.add_row(f"collectives on {axes}", f"{seconds:,.4g}", "s at least, not in the step's")
+    if report.kernels.calls:
+        table.add_row("Pallas kernels", f"{report.kernel_seconds:,.4g}", f"s at least, {report.kernels.calls:,} calls")
+    total = report.cycles.total()
+    for source, cycles in report.cycles.most_common(6):
+        table.add_row(f"of the cycles: {source or 'not of one file'}", f"{cycles / total:.1%}", "")
+    console.print(table)
+    console.print(f"The step's time is the compiler's estimate. It leaves out: {'; '.join(report.leaves_out)}.")

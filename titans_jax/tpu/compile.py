@@ -1,0 +1,289 @@
+"""The train step as the TPU compiler sees it: does it fit, what crosses the network, what does it cost.
+
+    report = compile_step(config, find_topology("v5e:2x4"))
+
+Nothing is computed and no array is made: the step is compiled for described devices. What a chip's memory holds and
+which collectives run is exact; the step's time is the compiler's estimate.
+"""
+
+import dataclasses
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from titans_jax import sharding
+from titans_jax.config import Config, ConfigError
+from titans_jax.tpu.hlo import Collective, Kernels, Program
+from titans_jax.tpu.topology import GIB, Topology, describe
+from titans_jax.training.flops import training_flops_per_token
+from titans_jax.training.mesh import mesh_of
+from titans_jax.training.optimizer import make_optimizer
+from titans_jax.training.run import abstract_model
+from titans_jax.training.step import make_train_step
+
+
+class DoesNotFit(ConfigError):
+    """The step needs more memory than a chip has; `used`: bytes of a device that it needs at least."""
+
+    def __init__(self, sentence: str, used: float):
+        super().__init__(sentence)
+        self.used = used
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler says of one training step. Bytes, operations and tokens are per chip."""
+
+    topology: Topology
+    mesh: dict[str, int]
+    rows: int
+    """Of a step, over all chips."""
+    sequence_length: int
+    accumulation: int
+    remat: str
+    compile_seconds: float
+    hbm: dict[str, float]
+    """Bytes by kind."""
+    host: float
+    """Bytes of the host's memory that activations of remat `offload` take."""
+    flops: float
+    """Of a step, counted analytically, without what rematerialisation repeats."""
+    cycles: Counter[str]
+    """Estimated cycles of a step by source file."""
+    kernels: Kernels
+    collectives: list[Collective]
+    """What one device sends in a step."""
+    unknown_loops: int
+
+    @property
+    def headroom(self) -> float:
+        """Bytes of a chip that the step leaves free."""
+        return self.topology.generation.hbm - sum(self.hbm.values())
+
+    @property
+    def kernel_seconds(self) -> float:
+        """What Pallas kernels take at least: their stated operations at the chip's peak."""
+        return self.kernels.flops * self.topology.generation.devices / self.topology.generation.peak_flops
+
+    @property
+    def step_seconds(self) -> float:
+        """Estimated seconds of a step: the compiler's cycles and `kernel_seconds`, nothing else taking time."""
+        return self.cycles.total() / self.topology.generation.clock + self.kernel_seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Estimated model FLOPs utilisation."""
+        return self.flops / self.step_seconds / self.topology.generation.peak_flops
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Estimated."""
+        return self.rows * self.sequence_length / self.topology.chips / self.step_seconds
+
+    @property
+    def network_seconds(self) -> dict[str, float]:
+        """Per mesh axes inside a slice: what a step's collectives take at least, on all links of a chip at once."""
+        found: Counter[str] = Counter()
+        for collective in self.collectives:
+            if "slice" not in collective.axes:
+                devices = self.topology.generation.devices
+                found["+".join(collective.axes)] += collective.sent * devices / self.topology.generation.ici
+        return dict(found)
+
+    @property
+    def leaves_out(self) -> list[str]:
+        """What the estimate of the step's time leaves out."""
+        found = ["collectives, as if all were hidden", "copies between memories that nothing hides", "the host"]
+        if self.kernels.calls > self.kernels.estimated:
+            found.append(f"{self.kernels.calls - self.kernels.estimated:,} calls of Pallas kernels that state no cost")
+        if self.kernels.estimated:
+            calls = f"{self.kernels.estimated:,} calls of Pallas kernels"
+            found.append(f"whatever {calls} take above their stated operations at the chip's peak")
+        if self.unknown_loops:
+            found.append(f"all turns but one of {self.unknown_loops} loops of unknown length")
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-able values; bytes, seconds, operations."""
+        topology = {"name": self.topology.name, "ordered_as": self.topology.ordered_as}
+        return {
+            "topology": topology | {"slices": self.topology.slices, "chips": self.topology.chips},
+            "mesh": self.mesh,
+            "rows": self.rows,
+            "sequence_length": self.sequence_length,
+            "gradient_accumulation": self.accumulation,
+            "remat": self.remat,
+            "compile_seconds": self.compile_seconds,
+            "hbm": self.hbm | {"headroom": self.headroom},
+            "host": self.host,
+            "flops": self.flops,
+            "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
+            "network_seconds": self.network_seconds,
+            "kernels": dataclasses.asdict(self.kernels),
+            "estimate": {
+                "cycles": self.cycles.total(),
+                "cycles_by_source": dict(self.cycles.most_common()),
+                "step_seconds": self.step_seconds,
+                "model_flops_utilisation": self.utilisation,
+                "tokens_per_second_per_chip": self.tokens_per_second,
+                "leaves_out": self.leaves_out,
+            },
+        }
+
+
+def compile_step(config: Config, topology: Topology) -> Report:
+    """Compile config's training step for a topology.
+
+    Raises:
+      ConfigError: the mesh does not divide the topology's chips, the model or the batch; libtpu is not installed.
+      DoesNotFit: a chip has too little memory.
+    """
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices))
+    mesh = mesh_of(config, describe(topology))
+    started = time.perf_counter()
+    with sharding.use_mesh(mesh):
+        graphdef, state = abstract_state(config, mesh)
+        step = make_train_step(graphdef, optimizer_of(config), config.training.gradient_accumulation)
+        lowered = step.lower(state, abstract_batch(config, mesh))
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            raise _refusal(error, config, topology) or error from None
+    seconds = time.perf_counter() - started
+    program, memory = Program(compiled.as_text()), compiled.memory_analysis()
+    data, devices = config.data, topology.generation.devices
+    parameters, optimizer = (_bytes(state[kind]) for kind in ("params", "optimizer"))
+    batch = _bytes(abstract_batch(config, mesh))
+    hbm = {
+        "parameters": parameters,
+        "optimizer state": optimizer,
+        "batch": batch,
+        "padding of these": memory.argument_size_in_bytes - parameters - optimizer - batch,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "activations, gradients and other temporaries": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+    }
+    tokens = data.batch_size * data.sequence_length
+    return Report(
+        topology=topology,
+        mesh=dict(mesh.shape),
+        rows=data.batch_size,
+        sequence_length=data.sequence_length,
+        accumulation=config.training.gradient_accumulation,
+        remat=config.model.remat,
+        compile_seconds=seconds,
+        hbm={kind: size * devices for kind, size in hbm.items()},
+        host=memory.host_temp_size_in_bytes * devices,
+        flops=training_flops_per_token(config.model, data.sequence_length) * tokens / topology.chips,
+        cycles=program.cycles(),
+        kernels=program.kernels(),
+        collectives=program.collectives(dict(mesh.shape)),
+        unknown_loops=program.unknown_loops(),
+    )
+
+
+def nearest_fit(config: Config, topology: Topology, used: float) -> Config | None:
+    """The configuration nearest to one that does not fit that does: the same batch with remat `full`, or in more
+    microbatches; None if one row at a time is too much. `used`: bytes per device that it needs."""
+    if config.model.remat != "full":
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="full"))
+        try:
+            compile_step(config, topology)
+            return config
+        except DoesNotFit as error:
+            used = error.used
+    limit = topology.generation.hbm / topology.generation.devices
+    for smaller in _more_microbatches(config, topology):
+        # Temporaries shrink with the rows at most in proportion, so what must fail even then is not compiled.
+        times = smaller.training.gradient_accumulation / config.training.gradient_accumulation
+        if used / times > limit:
+            continue
+        try:
+            compile_step(smaller, topology)
+            return smaller
+        except DoesNotFit:
+            continue
+    return None
+
+
+def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> tuple[Any, dict[str, Any]]:
+    """Structure of the model, and the train step's state as shapes that know their place on the mesh, which is set.
+
+    The optimizer's state lies as its parameters do; its counters are on every device.
+    """
+    graphdef, params = abstract_model(config.model)
+
+    def placed(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = jax.tree.map(lambda x: placed(x, x.sharding.spec), params)
+    structure = jax.tree.structure(params)
+
+    def like_params(x: Any) -> bool:
+        return jax.tree.structure(x) == structure
+
+    def place(x: Any) -> Any:
+        if not like_params(x):
+            return placed(x, PartitionSpec())
+        return jax.tree.map(lambda x, param: placed(x, param.sharding.spec), x, params)
+
+    state = jax.tree.map(place, jax.eval_shape(optimizer_of(config).init, params), is_leaf=like_params)
+    return graphdef, {"params": params, "optimizer": state}
+
+
+def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch whose rows are shared by the mesh."""
+    shape = (config.data.batch_size, config.data.sequence_length)
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(sharding.BATCH)))
+    return {name: rows for name in ("tokens", "targets", "segment_ids")}
+
+
+def optimizer_of(config: Config) -> optax.GradientTransformation:
+    """The optimizer of the run."""
+    return make_optimizer(config.optimizer, config.training.steps)
+
+
+def _bytes(tree: Any) -> int:
+    """Of one device's shards."""
+    leaves = jax.tree.leaves(tree)
+    return sum(jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype).size * x.dtype.itemsize for x in leaves)
+
+
+def _refusal(error: Exception, config: Config, topology: Topology) -> DoesNotFit | None:
+    """The compiler's "ran out of memory" in our words; None for any other error."""
+    text = str(error)
+    if said := re.search(r"memory space hbm\. Used ([\d.]+)([MGT]) of", text):
+        used = float(said.group(1)) * {"M": 2**20, "G": 2**30, "T": 2**40}[said.group(2)]
+    elif said := re.search(r"Allocation \(size=(\d+)\) would exceed memory", text):  # a single array
+        used = float(said.group(1))
+    else:
+        return None
+    devices = topology.generation.devices
+    return DoesNotFit(
+        f"data.batch_size {config.data.batch_size} in {config.training.gradient_accumulation} microbatches with "
+        f"model.remat {config.model.remat} does not fit {topology.name}: it needs at least {used * devices / GIB:.1f} "
+        f"GiB a chip, which has {topology.generation.hbm / GIB:.1f}",
+        used,
+    )
+
+
+def _more_microbatches(config: Config, topology: Topology) -> Iterator[Config]:
+    """The same batch in more and more parts, down to one row at a time on every device."""
+    mesh = mesh_of(
+        dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices)), describe(topology)
+    )
+    rows = config.data.batch_size // (mesh.size // mesh.shape["tensor"])
+    accumulation = config.training.gradient_accumulation
+    for parts in range(accumulation + 1, rows + 1):
+        if rows % parts == 0:
+            yield dataclasses.replace(
+                config, training=dataclasses.replace(config.training, gradient_accumulation=parts)
+            )

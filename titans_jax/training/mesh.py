@@ -1,0 +1,60 @@
+"""The mesh of a configuration, over the machine's devices or described ones, checked before anything is compiled."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import jax
+
+from titans_jax import sharding
+from titans_jax.config import Config, ConfigError
+from titans_jax.layers.feed_forward import hidden_width
+
+
+def mesh_of(config: Config, devices: list | None = None) -> jax.sharding.Mesh:
+    """The mesh that config.mesh describes, over all devices or those given.
+
+    Raises:
+      ConfigError: the axes do not multiply to the devices, or do not divide the model or the batch.
+    """
+    axes = config.mesh
+    try:
+        mesh = sharding.make_mesh(axes.data, axes.fsdp, axes.tensor, axes.slice, devices)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    model, shards = config.model, mesh.shape
+    _divides("tensor", shards["tensor"], "model.num_heads", model.num_heads)
+    _divides("tensor", shards["tensor"], "model.vocab_size", model.vocab_size)
+    _divides("tensor", shards["tensor"], "the hidden width of the feed-forward layer", hidden_width(model))
+    _divides("fsdp", shards["fsdp"], "model.dim", model.dim)
+    accumulation = config.training.gradient_accumulation
+    rows = math.prod(shards[axis] for axis in sharding.BATCH)
+    if config.data.batch_size % (rows * accumulation):
+        works = max(round(config.data.batch_size / (rows * accumulation)), 1) * rows * accumulation
+        raise ConfigError(
+            f"data.batch_size is {config.data.batch_size}, cut into {accumulation} by training.gradient_accumulation "
+            f"and shared by {rows} devices (mesh slice x data x fsdp); use a multiple of {rows * accumulation}, such "
+            f"as {works}"
+        )
+    return mesh
+
+
+def _divides(axis: str, shards: int, name: str, value: int) -> None:
+    if value % shards:
+        works = max(n for n in range(1, shards) if value % n == 0)
+        raise ConfigError(f"{name} is {value}, which mesh.{axis} {shards} does not divide; use mesh.{axis} {works}")
+
+
+@contextlib.contextmanager
+def use_mesh(config: Config) -> Iterator[jax.sharding.Mesh | None]:
+    """The mesh over all devices, set; None, and nothing set, on a single device.
+
+    Raises:
+      ConfigError: see `mesh_of`.
+    """
+    mesh = mesh_of(config)
+    if mesh.size == 1:
+        yield None
+    else:
+        with sharding.use_mesh(mesh):
+            yield mesh
