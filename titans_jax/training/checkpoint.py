@@ -75,6 +75,8 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
+        except jax.errors.JaxRuntimeError:  # a device failed, or another process died
+            raise
         except Exception as error:  # Orbax and TensorStore raise many types, OSError and ValueError among them
             whole = self.steps()
             safe = f"the checkpoint of step {whole[0]} is whole" if whole else "there is no earlier checkpoint"
@@ -113,6 +115,8 @@ class Checkpoints:
                 run = self._run(step)
                 items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
                 return dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items()), run
+            except jax.errors.JaxRuntimeError:  # not the checkpoint's fault
+                raise
             except Exception as error:
                 self._say(
                     f"the checkpoint of step {step} cannot be read ({_cause(error)}); " + _instead(steps[i + 1 :])
@@ -137,7 +141,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind and jax.process_count() > 1:
+            return  # closing waits for the other processes, which may be gone
         with self._writing():
             self._manager.close()
 

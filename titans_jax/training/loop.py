@@ -25,7 +25,7 @@ from titans_jax.training.goodput import Goodput
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
-from titans_jax.training.report import Report, say
+from titans_jax.training.report import Report, TrainingStopped, say
 from titans_jax.training.run import check_vocabulary, init_model
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
@@ -53,9 +53,10 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     check_folder(config, run_dir)
     with use_mesh(config) as mesh:
         with processes.together():
-            align, split = granularity(config.model), share_of_batch(config, mesh)
-            batches = data.train_batches(config.data, tokenizer, align=align, **split)
-            validation = data.validation_batches(config.data, tokenizer, align=align, **split)
+            index, count = processes.share_of_batch(batch_sharding(mesh), config.data.batch_size) if mesh else (0, 1)
+            split = {"align": granularity(config.model), "process_index": index, "process_count": count}
+            batches = data.train_batches(config.data, tokenizer, **split)
+            validation = data.validation_batches(config.data, tokenizer, **split)
         processes.make_shared_folder(run_dir)
         folder, kept = run_dir / "checkpoints", config.training.checkpoints_kept
         with (
@@ -63,7 +64,18 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             Checkpoints(folder, kept=kept, say=functools.partial(say, console)) as checkpoints,
             StopRequest(jax.process_count()) as stop,
         ):
-            Trainer(config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop, goodput).run()
+            try:
+                Trainer(
+                    config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop, goodput
+                ).run()
+            except jax.errors.JaxRuntimeError as error:
+                if jax.process_count() == 1:
+                    raise
+                which, cause = f"{jax.process_index()} of {jax.process_count()}", str(error).splitlines()[0]
+                raise TrainingStopped(
+                    f"process {which} cannot go on ({cause}); if another one has died, what it printed says why; "
+                    "run the same commands again to go on from the last checkpoint"
+                ) from error
 
 
 class Trainer:
@@ -255,13 +267,6 @@ def use_mesh(config: Config) -> Iterator[jax.sharding.Mesh | None]:
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Rows over the axes that hold rows; the same for every array of a batch."""
     return NamedSharding(mesh, PartitionSpec(sharding.BATCH))
-
-
-def share_of_batch(config: Config, mesh: jax.sharding.Mesh | None) -> dict[str, int]:
-    """The block of every batch that this process reads, as arguments of the data."""
-    place = batch_sharding(mesh) if mesh else None
-    index, count = processes.share_of_batch(place, config.data.batch_size) if place else (0, 1)
-    return {"process_index": index, "process_count": count}
 
 
 def check_folder(config: Config, run_dir: Path) -> None:
