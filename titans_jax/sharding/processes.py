@@ -41,7 +41,8 @@ def start(config: ProcessesConfig) -> None:
     """
     if config.coordinator is None:
         if _may_be_one_of_several_tpu_hosts():
-            jax.distributed.initialize()
+            with contextlib.suppress(ValueError, OSError):  # jax finds no slice, and no server that could name one
+                jax.distributed.initialize()
         return
     host, port = config.coordinator.rsplit(":", 1)
     if config.index == 0:
