@@ -165,6 +165,11 @@ address, index, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3]
 jax.config.update("jax_num_cpu_devices", 2)
 processes.start(ProcessesConfig(address, 2, index))
 print(processes.first_says(index == 0))
+processes.check_same({"a": 1, "b": [2]})
+try:
+    processes.check_same({"a": 1, "data.seed": index})
+except ConfigError as error:
+    print(error)
 processes.make_shared_folder(folder / "shared")
 try:
     processes.make_shared_folder(folder / str(index))
@@ -192,8 +197,14 @@ def test_agreement(tmp_path):
         (first_code, first, errors), (second_code, second, _) = finish(processes)
     assert (first_code, second_code) == (0, 0), errors
     lines = [[line for line in text.splitlines() if line and "[Gloo]" not in line] for text in (first, second)]
-    assert lines[0][:3] == ["True"] + ["process 1 of 2 cannot go on; what it printed says why"] * 2
-    assert lines[1][0] == "True" and lines[1][2] == "only here"
-    assert lines[1][1].startswith(f"training.run_dir {tmp_path / '1'} is not the same folder for process 1 as for")
+    assert [each.pop(0) for each in lines] == ["True", "True"]
+    for index in range(2):
+        other = (
+            f"data.seed is {index} for process {index} and something else for process {1 - index}; give all the same"
+        )
+        assert lines[index].pop(0) == other
+    assert lines[0][:2] == ["process 1 of 2 cannot go on; what it printed says why"] * 2
+    assert lines[1][1] == "only here"
+    assert lines[1][0].startswith(f"training.run_dir {tmp_path / '1'} is not the same folder for process 1 as for")
     # Devices of a process side by side, in turns with the other's, and as shards of the same rows.
-    assert lines[0][3:] == lines[1][3:] == ["2 True", "2 True", "1 True"]
+    assert lines[0][2:] == lines[1][2:] == ["2 True", "2 True", "1 True"]

@@ -13,8 +13,10 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -110,6 +112,23 @@ def together() -> Iterator[None]:
     if not passed.all():
         failed = ", ".join(str(i) for i in np.flatnonzero(~passed))
         raise ProcessesError(f"process {failed} of {len(passed)} cannot go on; what it printed says why")
+
+
+def check_same(values: dict[str, Any]) -> None:
+    """Refuse values, by their names, that are not the same for all processes.
+
+    Raises:
+      ConfigError: names the first one that differs, and for whom.
+    """
+    sums = np.array([zlib.crc32(repr(value).encode()) for value in values.values()], np.uint32)
+    differs = multihost_utils.process_allgather(sums).reshape(-1, len(sums)) != sums
+    if differs.any():
+        process, which = np.argwhere(differs)[0]
+        name, value = list(values.items())[which]
+        raise ConfigError(
+            f"{name} is {value!r} for process {jax.process_index()} and something else for process {process}; "
+            "give all the same"
+        )
 
 
 def make_shared_folder(folder: Path) -> None:

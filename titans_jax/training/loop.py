@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from titans_jax import data, sharding
-from titans_jax.config import Config, ConfigError, to_dict, validate
+from titans_jax.config import Config, ConfigError, leaves, to_dict, validate
 from titans_jax.evaluation.perplexity import Batch, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
 from titans_jax.models.language_model import granularity
@@ -29,6 +29,9 @@ from titans_jax.training.report import Report, TrainingStopped, say
 from titans_jax.training.run import check_vocabulary, init_model
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
+
+# Fields that may differ between the processes of a run.
+OF_A_HOST = frozenset({"processes.index", "training.run_dir", "data.path", "data.validation_path"})
 
 
 def train(config: Config, run_dir: Path, console: Console | None = None) -> None:
@@ -50,6 +53,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         validate(config)
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
+    processes.check_same({name: value for name, value in leaves(config).items() if name not in OF_A_HOST})
     check_folder(config, run_dir)
     with use_mesh(config) as mesh:
         with processes.together():
@@ -57,6 +61,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             split = {"align": granularity(config.model), "process_index": index, "process_count": count}
             batches = data.train_batches(config.data, tokenizer, **split)
             validation = data.validation_batches(config.data, tokenizer, **split)
+        processes.check_same({"the text of data.path": str(batches.statistics)})
         processes.make_shared_folder(run_dir)
         folder, kept = run_dir / "checkpoints", config.training.checkpoints_kept
         with (
@@ -68,6 +73,9 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
                 Trainer(
                     config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop, goodput
                 ).run()
+            except TrainingStopped:
+                checkpoints.wait()  # all processes stopped at this step, so what is being saved can be finished
+                raise
             except jax.errors.JaxRuntimeError as error:
                 if jax.process_count() == 1:
                     raise
