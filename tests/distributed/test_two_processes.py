@@ -79,7 +79,7 @@ def test_two_processes_train_as_one(pair, single):
 
 
 SIGNALLED = """
-import os, pathlib, signal, sys, time
+import os, signal, sys, time
 from titans_jax import cli
 from titans_jax.training.loop import Trainer
 
@@ -90,7 +90,6 @@ def signalled(self, every):
         while not (self.run_dir / "checkpoints" / "4").exists():
             time.sleep(0.01)
         self.hit = os.kill(os.getpid(), number)
-    time.sleep(0.3 if self.step > 5 else 0)  # the notice of a signal is looked for once a second
     return due(self, every)
 
 Trainer._due = signalled
@@ -109,7 +108,7 @@ def test_sigterm_to_one_saves_and_stops_both(titans, tmp_path):
         ended = finish(processes)
     assert [code for code, *_ in ended] == [0, 0], ended
     step = load_run(tmp_path / "run").step
-    assert 6 <= step < 12
+    assert step == 7  # the vote on it is taken behind step 6, and read behind step 7
     assert f"stopped and saved at step {step};" in ended[0][1]
 
 

@@ -78,16 +78,3 @@ def test_first_signal_asks_second_one_kills(number):
         assert stop.requested()
         assert signal.getsignal(number) == signal.SIG_DFL  # the next one ends the process
     assert signal.getsignal(number) == before
-
-
-def test_ctrl_c_in_one_of_several_processes_is_sigterm_to_it():
-    """jax.distributed, which a handler stands for here, tells the others of SIGTERM only."""
-    received = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    try:
-        with StopRequest(processes=2):
-            os.kill(os.getpid(), signal.SIGINT)
-            assert received == [signal.SIGTERM]
-            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGTERM, before)

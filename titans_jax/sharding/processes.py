@@ -8,19 +8,22 @@ Every process runs the same program; what one decides alone (a file that is ther
 """
 
 import contextlib
+import functools
 import os
 import socket
 import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from titans_jax.config import ConfigError, ProcessesConfig
 
@@ -159,6 +162,20 @@ def make_shared_folder(folder: Path) -> None:
 def first_says(answer: bool) -> bool:
     """What process 0 answers, for all processes."""
     return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
+
+
+def any_says(answer: bool) -> jax.Array:
+    """Whether any process says yes; a scalar that the devices work out behind what they were given before."""
+    mesh, compiled = _vote()
+    place = NamedSharding(mesh, PartitionSpec("devices"))
+    with jax.set_mesh(mesh):
+        return compiled(jax.make_array_from_process_local_data(place, np.full(jax.local_device_count(), answer)))
+
+
+@functools.cache
+def _vote() -> tuple[jax.sharding.Mesh, Callable[[jax.Array], jax.Array]]:
+    mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(AxisType.Auto,))
+    return mesh, jax.jit(jnp.any, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def share_of_batch(place: jax.sharding.Sharding, rows: int) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         with (
             contextlib.closing(batches),
             Checkpoints(folder, kept=kept, say=functools.partial(say, console)) as checkpoints,
-            StopRequest(jax.process_count()) as stop,
+            StopRequest() as stop,
         ):
             try:
                 Trainer(
@@ -123,7 +123,8 @@ class Trainer:
             self._introduce()
             if self.step and self._due(training.evaluate_every) and not self._evaluated():
                 self._evaluate()  # the run was stopped while it evaluated this step
-            while self.step < training.steps and not self._stopping():
+            stopping = self._stopping()
+            while self.step < training.steps and not stopping:
                 batch = self._to_devices(next(self.batches))
                 with self.profile.step(self.step + 1, self.state):
                     self.state, metrics = self.train_step(self.state, batch)
@@ -134,7 +135,8 @@ class Trainer:
                     self._diagnose()
                 if self._due(training.evaluate_every):
                     self._evaluate()
-                if self._due(training.checkpoint_every) or self._stopping():
+                stopping = self._stopping()
+                if stopping or self._due(training.checkpoint_every):
                     self._save()
             self.profile.finish(self.state)
             self.checkpoints.wait()

@@ -5,40 +5,42 @@ import threading
 from types import FrameType
 from typing import Any
 
-from jax.experimental import multihost_utils
+import jax
+
+from titans_jax.sharding import processes
 
 
 class StopRequest:
-    """Inside the `with` block the first SIGTERM or SIGINT asks to stop; a second SIGINT ends the process at once.
+    """Inside the `with` block the first SIGTERM or SIGINT asks to stop; a second one ends the process at once.
 
-    With several processes jax.distributed owns SIGTERM: it tells the others, and all of them agree where to stop. A
-    process alone is ended at once by a second SIGTERM too.
+    A signal to one of several processes stops them all. jax has a service for that, but Orbax' threads ask it too, with
+    numbers of older steps, after which it may stop processes at different steps; here the processes vote instead.
     """
 
-    def __init__(self, processes: int = 1):
-        self._alone = processes == 1
+    def __init__(self):
         # Python allows handlers in the main thread only; elsewhere the caller owns the signals.
         in_main_thread = threading.current_thread() is threading.main_thread()
-        self._signals = [signal.SIGINT, *[signal.SIGTERM] * self._alone] if in_main_thread else []
+        self._signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
         self._before: list[Any] = []
-        self._requested, self._calls = False, 0
+        self._signalled = self._agreed = False
+        self._vote: jax.Array | None = None
 
     def requested(self) -> bool:
-        """Whether to stop now; the n-th call gives every process the same answer, so all must call it equally often."""
-        if not self._alone and not self._requested:
-            # jax settles on the call after the latest one of any process, and says yes at exactly that one. Counting
-            # calls, not steps, it works before the first step too, and while a step's evaluation goes on.
-            self._calls += 1
-            self._requested = multihost_utils.reached_preemption_sync_point(self._calls)
-        return self._requested
+        """Whether to stop now; the n-th call gives every process the same answer, so all must call it equally often.
+
+        With several processes the answer is that of the call before, which the devices have by now: nothing waits.
+        """
+        if jax.process_count() == 1:
+            return self._signalled
+        if not self._agreed:
+            before, self._vote = self._vote, processes.any_says(self._signalled)
+            self._agreed = before is not None and bool(before)
+        return self._agreed
 
     def _request(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
         for each in self._signals:
             signal.signal(each, signal.SIG_DFL)
-        if self._alone:
-            self._requested = True
-        else:
-            signal.raise_signal(signal.SIGTERM)
 
     def __enter__(self) -> "StopRequest":
         self._before = [signal.signal(number, self._request) for number in self._signals]
