@@ -61,7 +61,8 @@ def _exit_code(error: Exception) -> int | None:
     if isinstance(error, ConfigError):
         return 2
     # By name: these modules are imported only if the command got as far as raising from them.
-    return {"DataError": 2, "CheckpointError": 1, "TrainingStopped": 1, "EvaluationError": 2}.get(type(error).__name__)
+    codes = {"DataError": 2, "CheckpointError": 1, "TrainingStopped": 1, "EvaluationError": 2, "ProcessesError": 1}
+    return codes.get(type(error).__name__)
 
 
 def _fail(code: int, sentence: str) -> int:
@@ -77,8 +78,10 @@ def train(arguments: list[str]) -> None:
     config, name = configuration("titans train", arguments)
     _cache_compilations()
     from titans_jax import sharding
+    from titans_jax.sharding import processes
     from titans_jax.training import train
 
+    processes.start(config.processes)
     if config.mesh == MeshConfig():
         sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
 

@@ -7,6 +7,7 @@ compiled function. `validate` refuses an impossible one in a single sentence bef
 import dataclasses
 import difflib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -213,6 +214,33 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class ProcessesConfig:
+    """The processes that train one model together, one per host; none set is one process, or all hosts of a TPU slice,
+    which find each other."""
+
+    coordinator: str | None = None
+    """host:port of process 0, as the others reach it."""
+    count: int | None = None
+    """How many processes there are."""
+    index: int | None = None
+    """Which of them this one is, from 0."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of what the devices do, for xprof or TensorBoard."""
+
+    steps: str | None = None
+    """Steps to trace into the run folder's `profile`, from the first to before the last: 10:15 is 10 to 14."""
+
+    @property
+    def range(self) -> range:
+        """The steps to trace."""
+        first, last = self.steps.split(":") if self.steps else (0, 0)
+        return range(int(first), int(last))
+
+
+@dataclass(frozen=True)
 class Config:
     """One experiment."""
 
@@ -221,6 +249,8 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 MEMORY_BLOCKS = frozenset({"lmm", "mac", "mag", "mal"})
@@ -332,6 +362,8 @@ def validate(config: Config, *, reads_data: bool = True) -> None:
     _validate_ranges(config)
     _validate_model(config.model)
     _validate_data(config, reads_data)
+    _validate_processes(config.processes)
+    _validate_profile(config)
 
 
 def _validate_types(config: Any, prefix: str = "") -> None:
@@ -452,3 +484,36 @@ def _validate_data(config: Config, reads_data: bool) -> None:
         raise ConfigError(
             f"data.batch_size is {data.batch_size}; use a multiple of training.gradient_accumulation {accumulation}"
         )
+
+
+def _validate_processes(processes: ProcessesConfig) -> None:
+    values = leaves(processes, "processes.")
+    missing = [name for name, value in values.items() if value is None]
+    if len(missing) == len(values):
+        return
+    if missing:
+        given = next(name for name in values if name not in missing)
+        raise ConfigError(f"{missing[0]} is None, but {given} is {values[given]}; give all of {', '.join(values)}")
+    host, _, port = processes.coordinator.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ConfigError(
+            f"processes.coordinator is {processes.coordinator!r}; use host:port of process 0, such as 10.0.0.1:8476"
+        )
+    if processes.count < 1:
+        raise ConfigError(f"processes.count is {processes.count}; use at least 1")
+    if not 0 <= processes.index < processes.count:
+        raise ConfigError(
+            f"processes.index is {processes.index}; use 0 to {processes.count - 1}, as processes.count is "
+            f"{processes.count}"
+        )
+
+
+def _validate_profile(config: Config) -> None:
+    steps, last = config.profile.steps, config.training.steps
+    if steps is None:
+        return
+    form = re.fullmatch(r"([0-9]+):([0-9]+)", steps)
+    if not form or not 1 <= int(form[1]) < int(form[2]):
+        raise ConfigError(f"profile.steps is {steps!r}; use first:last with 1 <= first < last, such as 10:15")
+    if int(form[1]) > last:
+        raise ConfigError(f"profile.steps is {steps!r}, behind the last step; use a first step of at most {last}")

@@ -73,8 +73,8 @@ def test_picture_of_a_run_with_one_line(tmp_path):
 def test_first_signal_asks_second_one_kills(number):
     before = signal.getsignal(number)
     with StopRequest() as stop:
-        assert not stop.requested
+        assert not stop.requested()
         os.kill(os.getpid(), number)
-        assert stop.requested
+        assert stop.requested()
         assert signal.getsignal(number) == signal.SIG_DFL  # the next one ends the process
     assert signal.getsignal(number) == before

@@ -24,7 +24,7 @@ from titans_jax.training.loop import Trainer
 from titans_jax.training.metrics import read_metrics
 from titans_jax.training.report import TrainingStopped
 
-TIMING = {"tokens_per_second", "flops_per_second", "share_of_peak_flops"}
+TIMING = {"goodput", "tokens_per_second", "flops_per_second", "share_of_peak_flops"}
 
 
 def run(config: Config, run_dir: Path) -> str:

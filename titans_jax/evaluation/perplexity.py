@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from titans_jax import data
 from titans_jax.data import ByteTokenizer, Tokenizer
@@ -70,7 +71,7 @@ def evaluate(
             return None
         batch_nats, batch_tokens, _ = evaluation_step(params, batch)
         nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
-        num_bytes += count_bytes(batch["targets"], tokenizer)
+        num_bytes += count_bytes(multihost_utils.process_allgather(batch["targets"], tiled=True), tokenizer)
     if tokens == 0 or num_bytes == 0:
         raise EvaluationError(
             "the validation data holds no text to predict; use a smaller data.validation_every, or more data"

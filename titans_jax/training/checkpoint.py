@@ -14,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from titans_jax.config import Config, ConfigError, from_dict, leaves, to_dict
+from titans_jax.sharding import processes
 
 # Fields of model and data that a run may change when it resumes: they alter speed or place, not meaning.
 MAY_CHANGE = frozenset({"model.remat", "model.memory.form", "data.path", "data.validation_path"})
@@ -39,13 +40,20 @@ class Checkpoints:
         items = ("params", "optimizer", "run")
         self._manager = ocp.CheckpointManager(folder.absolute(), item_names=items, options=options)
 
-    def save(self, step: int, state: dict[str, Any], data_position: dict[str, Any], config: Config) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        data_position: dict[str, Any],
+        config: Config,
+        goodput: dict[str, float],
+    ) -> None:
         """Write {"params", "optimizer"} in the background; the arrays may be donated as soon as this returns.
 
         Raises:
           CheckpointError: this save, or the one before it, failed.
         """
-        run = {"step": step, "data": data_position, "config": to_dict(config)}
+        run = {"step": step, "data": data_position, "config": to_dict(config), "goodput": goodput}
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         arguments = ocp.args.Composite(**items, run=ocp.args.JsonSave(run))
         with self._writing():
@@ -67,6 +75,8 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
+        except jax.errors.JaxRuntimeError:  # a device failed, or another process died
+            raise
         except Exception as error:  # Orbax and TensorStore raise many types, OSError and ValueError among them
             whole = self.steps()
             safe = f"the checkpoint of step {whole[0]} is whole" if whole else "there is no earlier checkpoint"
@@ -90,7 +100,7 @@ class Checkpoints:
         return None
 
     def restore(self, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """(state, {"step", "data", "config"}) of the latest checkpoint that can be read; None if there is none.
+        """(state, {"step", "data", "config", "goodput"}) of the latest checkpoint that can be read, or None.
 
         abstract: {"params"} or {"params", "optimizer"}, trees of jax.ShapeDtypeStruct that say where arrays go.
 
@@ -105,6 +115,8 @@ class Checkpoints:
                 run = self._run(step)
                 items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
                 return dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items()), run
+            except jax.errors.JaxRuntimeError:  # not the checkpoint's fault
+                raise
             except Exception as error:
                 self._say(
                     f"the checkpoint of step {step} cannot be read ({_cause(error)}); " + _instead(steps[i + 1 :])
@@ -116,8 +128,9 @@ class Checkpoints:
     def set_aside(self, after: int) -> None:
         """Move checkpoints later than step `after`, which could not be read, out of the way of new ones."""
         aside = self._folder.parent / "unreadable_checkpoints"
-        for step in self.steps():
-            if step > after:
+        later = [step for step in self.steps() if step > after]
+        with processes.together():
+            for step in later if jax.process_index() == 0 else []:
                 aside.mkdir(exist_ok=True)
                 (self._folder / str(step)).rename(aside / str(step))
         self._manager.reload()
@@ -125,14 +138,12 @@ class Checkpoints:
     def _run(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
 
-    def reached_preemption(self, step: int) -> bool:
-        """Whether the machine is about to be taken away, agreed between the processes of jax.distributed."""
-        return self._manager.reached_preemption(step)
-
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind and jax.process_count() > 1:
+            return  # closing waits for the other processes, which may be gone
         with self._writing():
             self._manager.close()
 

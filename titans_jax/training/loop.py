@@ -12,20 +12,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from titans_jax import data, sharding
-from titans_jax.config import Config, to_dict, validate
+from titans_jax.config import Config, leaves, to_dict, validate
 from titans_jax.evaluation.perplexity import Batch, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
 from titans_jax.models.language_model import granularity
+from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, abstract_like, check_same_run
 from titans_jax.training.diagnostics import warnings
 from titans_jax.training.flops import peak_flops_per_second, training_flops_per_token
+from titans_jax.training.goodput import Goodput
 from titans_jax.training.mesh import use_mesh
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from titans_jax.training.report import Report, say
+from titans_jax.training.profile import Profile
+from titans_jax.training.report import Report, TrainingStopped, say
 from titans_jax.training.run import check_vocabulary, init_model
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
+
+# Fields that may differ between the processes of a run.
+OF_A_HOST = frozenset({"processes.index", "training.run_dir", "data.path", "data.validation_path"})
 
 
 def train(config: Config, run_dir: Path, console: Console | None = None) -> None:
@@ -34,29 +40,50 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     Returns when the run is finished, or early, with a checkpoint, after SIGTERM. Continuing gives the same numbers, bit
     for bit, as a run that was never interrupted.
 
+    Several processes (titans_jax.sharding.processes) call this with the same configuration and a folder that all see.
+
     Raises:
-      ConfigError, data.DataError: nothing has been compiled or written.
+      ConfigError, data.DataError, ProcessesError: nothing has been compiled or written.
       TrainingStopped: loss or gradients are not finite; the last checkpoint is from before.
       CheckpointError: a checkpoint could not be written or read; those before it are whole.
     """
     console = console or Console(quiet=jax.process_index() != 0)
-    validate(config)
-    tokenizer = data.load_tokenizer(config.data.tokenizer)
-    check_vocabulary(config, tokenizer)
+    goodput = Goodput()
+    with processes.together():
+        validate(config)
+        tokenizer = data.load_tokenizer(config.data.tokenizer)
+        check_vocabulary(config, tokenizer)
+    processes.check_same({name: value for name, value in leaves(config).items() if name not in OF_A_HOST})
     check_folder(config, run_dir)
     with use_mesh(config) as mesh:
-        split = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-        align = granularity(config.model)
-        batches = data.train_batches(config.data, tokenizer, align=align, **split)
-        validation = data.validation_batches(config.data, tokenizer, align=align, **split)
-        run_dir.mkdir(parents=True, exist_ok=True)
+        with processes.together():
+            index, count = processes.share_of_batch(batch_sharding(mesh), config.data.batch_size) if mesh else (0, 1)
+            split = {"align": granularity(config.model), "process_index": index, "process_count": count}
+            batches = data.train_batches(config.data, tokenizer, **split)
+            validation = data.validation_batches(config.data, tokenizer, **split)
+        processes.check_same({"the text of data.path": str(batches.statistics)})
+        processes.make_shared_folder(run_dir)
         folder, kept = run_dir / "checkpoints", config.training.checkpoints_kept
         with (
             contextlib.closing(batches),
             Checkpoints(folder, kept=kept, say=functools.partial(say, console)) as checkpoints,
-            StopRequest(install=jax.process_count() == 1) as stop,
+            StopRequest() as stop,
         ):
-            Trainer(config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop).run()
+            try:
+                Trainer(
+                    config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop, goodput
+                ).run()
+            except TrainingStopped:
+                checkpoints.wait()  # all processes stopped at this step, so what is being saved can be finished
+                raise
+            except jax.errors.JaxRuntimeError as error:
+                if jax.process_count() == 1:
+                    raise
+                which, cause = f"{jax.process_index()} of {jax.process_count()}", str(error).splitlines()[0]
+                raise TrainingStopped(
+                    f"process {which} cannot go on ({cause}); if another one has died, what it printed says why; "
+                    "run the same commands again to go on from the last checkpoint"
+                ) from error
 
 
 class Trainer:
@@ -73,9 +100,11 @@ class Trainer:
         validation: data.ValidationBatches,
         checkpoints: Checkpoints,
         stop: StopRequest,
+        goodput: Goodput,
     ):
         self.config, self.run_dir, self.console, self.mesh = config, run_dir, console, mesh
         self.tokenizer, self.batches, self.checkpoints, self.stop = tokenizer, batches, checkpoints, stop
+        self.goodput, self.profile = goodput, Profile(config.profile.range, run_dir / "profile")
         self.validation = list(itertools.islice(validation, config.training.evaluation_batches))
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         graphdef, params = init_model(config.model, config.training.seed)
@@ -94,9 +123,11 @@ class Trainer:
             self._introduce()
             if self.step and self._due(training.evaluate_every) and not self._evaluated():
                 self._evaluate()  # the run was stopped while it evaluated this step
-            while self.step < training.steps and not self._stopping():
+            stopping = self._stopping()
+            while self.step < training.steps and not stopping:
                 batch = self._to_devices(next(self.batches))
-                self.state, metrics = self.train_step(self.state, batch)
+                with self.profile.step(self.step + 1, self.state):
+                    self.state, metrics = self.train_step(self.state, batch)
                 self.step += 1
                 self.report.step(self.step, metrics)
                 self.checkpoints.check()
@@ -104,25 +135,27 @@ class Trainer:
                     self._diagnose()
                 if self._due(training.evaluate_every):
                     self._evaluate()
-                if self._due(training.checkpoint_every) or self._stopping():
+                stopping = self._stopping()
+                if stopping or self._due(training.checkpoint_every):
                     self._save()
+            self.profile.finish(self.state)
             self.checkpoints.wait()
             if self.step < training.steps:
                 self.report.say(f"stopped and saved at step {self.step}; run the same command again to go on")
             else:
                 self.report.say(f"finished step {self.step}; the run is in {self.run_dir}")
+            self.report.say(f"goodput: {self.goodput.share():.0%} of the time since the first start went into steps")
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.training.steps
 
     def _stopping(self) -> bool:
-        if jax.process_count() > 1:
-            return self.checkpoints.reached_preemption(self.step)
-        return self.stop.requested
+        return self.stop.requested()
 
     def _save(self) -> None:
         self.report.flush()  # a step that is not finite must stop the run before anything is written
-        self.checkpoints.save(self.step, self.state, self.batches.get_state(), self.config)
+        position, goodput = self.batches.get_state(), self.goodput.get_state()
+        self.checkpoints.save(self.step, self.state, position, self.config, goodput)
         self.report.pause()
 
     def _resume(self) -> int:
@@ -131,11 +164,13 @@ class Trainer:
             return 0
         self.state, run = restored
         self.batches.set_state(run["data"])
+        self.goodput.set_state(run["goodput"])
         self.checkpoints.set_aside(after=run["step"])
         return run["step"]
 
     def _evaluated(self) -> bool:
-        return any(line["kind"] == "validation" and line["step"] == self.step for line in read_metrics(self.run_dir))
+        lines = read_metrics(self.run_dir)
+        return processes.first_says(any(x["kind"] == "validation" and x["step"] == self.step for x in lines))
 
     def _evaluate(self) -> None:
         self.report.flush()
@@ -188,6 +223,7 @@ class Trainer:
             bytes_per_token=self.batches.statistics.bytes_per_token,
             flops_per_token=training_flops_per_token(self.config.model, self.config.data.sequence_length),
             peak_flops=peak_flops_per_second(),
+            goodput=self.goodput,
         )
 
     def _introduce(self) -> None:
@@ -195,6 +231,9 @@ class Trainer:
             (self.run_dir / "config.json").write_text(json.dumps(to_dict(self.config), indent=2) + "\n")
         params = sum(x.size for x in jax.tree.leaves(self.state["params"]))
         self.report.say(f"{self.run_dir}: {params:,} parameters on {sharding.machine()}")
+        if stats := jax.local_devices()[0].memory_stats():
+            used, limit = stats["bytes_in_use"] / 1e9, stats["bytes_limit"] / 1e9
+            self.report.say(f"memory of a device before the first step: {used:.2f} of {limit:.2f} GB in use")
         self.report.say(f"training text: {self.batches.statistics}")
         if self.step:
             self.report.say(f"going on from the checkpoint of step {self.step}")
@@ -202,14 +241,19 @@ class Trainer:
     def _to_devices(self, batch: Batch) -> Batch:
         if self.mesh is None:
             return batch
-        place = NamedSharding(self.mesh, PartitionSpec(sharding.BATCH))
-        return {name: jax.make_array_from_process_local_data(place, rows) for name, rows in batch.items()}
+        place, shape = batch_sharding(self.mesh), (self.config.data.batch_size, self.config.data.sequence_length)
+        return {name: jax.make_array_from_process_local_data(place, rows, shape) for name, rows in batch.items()}
 
     def _on_mesh(self, array: jax.Array) -> jax.Array:
         """What has no place on the mesh yet (counters) goes to every device."""
         if len(array.sharding.device_set) == self.mesh.size:
             return array
         return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec()))
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Rows over the axes that hold rows; the same for every array of a batch."""
+    return NamedSharding(mesh, PartitionSpec(sharding.BATCH))
 
 
 def check_folder(config: Config, run_dir: Path) -> None:
@@ -219,7 +263,8 @@ def check_folder(config: Config, run_dir: Path) -> None:
       ConfigError: names the field that differs.
     """
     folder = run_dir / "checkpoints"
-    if folder.is_dir():
+    if processes.first_says(folder.is_dir()):
+        processes.make_shared_folder(run_dir)  # it is there: see that it is there for all
         with Checkpoints(folder) as checkpoints:
             saved = checkpoints.config()
         if saved is not None:

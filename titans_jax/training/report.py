@@ -9,6 +9,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from titans_jax.training.goodput import Goodput
 from titans_jax.training.metrics import MetricsWriter
 
 
@@ -30,6 +31,7 @@ class Report:
     learning_rate: the schedule, by updates already made.
     bytes_per_token: of the training text, turns nats per token into bits per byte.
     flops_per_token, peak_flops: operations a token costs in training, and what the devices could do in a second.
+    goodput: told how long every step took.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Report:
         bytes_per_token: float,
         flops_per_token: float,
         peak_flops: float | None,
+        goodput: Goodput,
     ):
         self._console, self._writer, self._log_every, self._steps = console, writer, log_every, steps
         self._learning_rate = learning_rate
         self._bits = 1 / (math.log(2) * bytes_per_token)
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._flops_per_token, self._peak_flops, self._goodput = flops_per_token, peak_flops, goodput
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._begun = 0.0  # when the device could begin with the pending step: compiled, and the one before it done
         self._mark: float | None = None  # when the last step was done; None: do not time the next one
         self._seconds, self._tokens = 0.0, 0.0
         self._bar = Progress(
@@ -68,8 +72,10 @@ class Report:
         Raises:
           TrainingStopped: the loss or the gradient norm of the step before it was not finite.
         """
+        begun = time.monotonic()
         self.flush()
         self._pending = (step, metrics)
+        self._begun = begun if self._mark is None else self._mark
 
     def flush(self) -> None:
         """Read the metrics of the last step; raises as `step`."""
@@ -87,6 +93,7 @@ class Report:
         if self._mark is not None:
             self._seconds, self._tokens = self._seconds + now - self._mark, self._tokens + metrics["tokens"]
         self._mark = now
+        self._goodput.add(now - self._begun)
         speed = self._tokens / self._seconds if self._seconds else None
         bits_per_byte = metrics["loss"] * self._bits
         text = f"loss {metrics['loss']:.4f}  {bits_per_byte:.3f} bits/byte"
@@ -99,6 +106,7 @@ class Report:
                 "grad_norm": metrics["grad_norm"],
                 "learning_rate": float(self._learning_rate(step - 1)),
                 "tokens": metrics["tokens"],
+                "goodput": self._goodput.share(),
             }
             if speed:
                 line |= {"tokens_per_second": speed, "flops_per_second": speed * self._flops_per_token}

@@ -1,0 +1,209 @@
+"""Two processes train as one does: same losses, one place to stop, and no state that knows how many they were."""
+
+import dataclasses
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.distributed.launch import finish, free_port, in_two, launch
+from tests.training.tiny import MODEL
+from titans_jax.training import load_run
+from titans_jax.training.metrics import read_metrics
+
+TRAIN = ["-m", "titans_jax.cli", "train"]
+SMALL = dataclasses.replace(MODEL, depth=1)
+CONFIG = """
+from tests.distributed.test_two_processes import SMALL
+from tests.training.tiny import tiny_config
+config = tiny_config(SMALL, evaluate_every=100, diagnostics_every=100, sample_tokens=0)
+"""
+SAMPLE = ["--training.sample_tokens", "4", "--training.diagnostics_every", "6", "--training.evaluate_every", "6"]
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+
+
+@pytest.fixture(scope="module")
+def titans(tmp_path_factory):
+    """titans(run_dir, ...) -> the arguments of a training; all share one compilation cache."""
+    folder = tmp_path_factory.mktemp("two_processes")
+    (folder / "tiny.py").write_text(CONFIG)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling is most of what these tests do
+        yield lambda run_dir, *more: [*TRAIN, str(folder / "tiny.py"), "--training.run_dir", str(run_dir), *more]
+
+
+@pytest.fixture(scope="module")
+def pair(titans, tmp_path_factory):
+    """Run folder of two processes that nothing disturbed, and what they printed."""
+    run_dir = tmp_path_factory.mktemp("runs") / "pair"
+    with launch(*in_two(*titans(run_dir, *SAMPLE))) as processes:
+        ended = finish(processes)
+    assert [code for code, *_ in ended] == [0, 0], ended
+    return run_dir, [output for _, output, _ in ended]
+
+
+@pytest.fixture(scope="module")
+def single(titans, tmp_path_factory):
+    """Run folder of one process with two devices."""
+    run_dir = tmp_path_factory.mktemp("runs") / "single"
+    with launch(titans(run_dir, *SAMPLE), **TWO_DEVICES) as processes:
+        ((code, _, errors),) = finish(processes)
+    assert code == 0, errors
+    return run_dir
+
+
+def losses(run_dir: Path) -> list[float]:
+    """Training losses, all of them there."""
+    lines = [line for line in read_metrics(run_dir) if line["kind"] == "train"]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    return [line["loss"] for line in lines]
+
+
+def test_two_processes_train_as_one(pair, single):
+    run_dir, (first, second) = pair
+    # Two summands have one sum, so the all-reduce cannot round differently; other fusions might.
+    np.testing.assert_allclose(losses(run_dir), losses(single), rtol=1e-6)
+    ours, theirs = ([x["loss"] for x in read_metrics(run) if x["kind"] == "validation"] for run in (run_dir, single))
+    assert len(ours) == 2 and ours == pytest.approx(theirs, rel=1e-6)
+    assert (run_dir / "sample.txt").read_text() == (single / "sample.txt").read_text()
+    # The first process speaks and writes, the second one is silent.
+    assert "parameters on 2 x cpu" in first and "finished step 12" in first
+    assert "step" not in second
+    assert len(list((run_dir / "tensorboard").iterdir())) == 1
+    assert not list(run_dir.glob(".seen*"))
+
+
+SIGNALLED = """
+import os, signal, sys, time
+from titans_jax import cli
+from titans_jax.training.loop import Trainer
+
+number, due = signal.Signals[sys.argv.pop(1)], Trainer._due
+
+def signalled(self, every):
+    if self.step == 6 and not hasattr(self, "hit"):
+        while not (self.run_dir / "checkpoints" / "4").exists():
+            time.sleep(0.01)
+        self.hit = os.kill(os.getpid(), number)
+    return due(self, every)
+
+Trainer._due = signalled
+cli.run()
+"""
+
+
+def signalled(number: signal.Signals, arguments: list[str]) -> list[list[str]]:
+    """Commands of two processes, the second of which sends itself a signal at step 6."""
+    first, second = in_two(*arguments)
+    return [first, ["-c", SIGNALLED, number.name, *second[len(TRAIN) - 1 :]]]
+
+
+def test_sigterm_to_one_saves_and_stops_both(titans, tmp_path):
+    with launch(*signalled(signal.SIGTERM, titans(tmp_path / "run"))) as processes:
+        ended = finish(processes)
+    assert [code for code, *_ in ended] == [0, 0], ended
+    step = load_run(tmp_path / "run").step
+    assert step == 7  # the vote on it is taken behind step 6, and read behind step 7
+    assert f"stopped and saved at step {step};" in ended[0][1]
+
+
+def test_killed_and_restarted_gives_the_same_bits(pair, titans, tmp_path):
+    with launch(*signalled(signal.SIGKILL, titans(tmp_path / "run"))) as processes:
+        (code, output, errors), (killed, *_) = finish(processes)
+    assert (code, killed) == (1, -signal.SIGKILL), (output, errors)
+    assert errors.splitlines()[-1].startswith("titans: process 0 of 2 cannot go on (")
+    with launch(*in_two(*titans(tmp_path / "run"))) as processes:
+        (code, output, errors), _ = finish(processes)
+    assert code == 0 and "going on from the checkpoint of step 4" in output, errors
+    assert losses(tmp_path / "run") == losses(pair[0])
+    ours, theirs = (load_run(folder).params for folder in (tmp_path / "run", pair[0]))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def at_first_checkpoint(run_dir: Path, copy: Path) -> Path:
+    """A copy of a finished run as it was at its first checkpoint, of step 4."""
+    shutil.copytree(run_dir, copy)
+    for step in ("8", "12"):
+        shutil.rmtree(copy / "checkpoints" / step)
+    return copy
+
+
+def test_a_run_of_two_goes_on_alone(pair, titans, tmp_path):
+    run_dir = at_first_checkpoint(pair[0], tmp_path / "run")
+    with launch(titans(run_dir), **TWO_DEVICES) as processes:
+        ((code, output, errors),) = finish(processes)
+    assert code == 0 and "going on from the checkpoint of step 4" in output, errors
+    np.testing.assert_allclose(losses(run_dir), losses(pair[0]), rtol=1e-6)
+
+
+def test_a_run_of_one_goes_on_in_two_that_share_every_row(single, titans, tmp_path):
+    """The second pair splits the model, not the rows: both processes read all of them."""
+    run_dir = at_first_checkpoint(single, tmp_path / "run")
+    with launch(*in_two(*titans(run_dir, "--mesh.data", "1", "--mesh.tensor", "2"))) as processes:
+        (code, output, errors), _ = finish(processes)
+    assert code == 0 and "going on from the checkpoint of step 4" in output, errors
+    # Other batches would differ by tenths; sums in another order, magnified by Adam's first steps, do not.
+    np.testing.assert_allclose(losses(run_dir), losses(single), rtol=1e-4)
+
+
+AGREE = """
+import pathlib, sys
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from titans_jax.config import ConfigError, ProcessesConfig
+from titans_jax.sharding import processes
+
+address, index, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+jax.config.update("jax_num_cpu_devices", 2)
+processes.start(ProcessesConfig(address, 2, index))
+print(processes.first_says(index == 0))
+processes.check_same({"a": 1, "b": [2]})
+try:
+    processes.check_same({"a": 1, "data.seed": index})
+except ConfigError as error:
+    print(error)
+processes.make_shared_folder(folder / "shared")
+try:
+    processes.make_shared_folder(folder / str(index))
+except (ConfigError, processes.ProcessesError) as error:
+    print(error)
+try:
+    with processes.together():
+        assert index == 0, "only here"
+except (AssertionError, processes.ProcessesError) as error:
+    print(error)
+devices = np.array(jax.devices())
+for order in ([[0], [1], [2], [3]], [[0], [2], [1], [3]], [[0, 2], [1, 3]]):
+    place = NamedSharding(Mesh(devices[np.array(order)], ("data", "tensor")), PartitionSpec("data"))
+    block, blocks = processes.share_of_batch(place, 8)
+    rows = np.arange(8, dtype=np.int32).reshape(blocks, -1, 1)[block]
+    batch = jax.make_array_from_process_local_data(place, rows, (8, 1))
+    print(blocks, sorted(process_allgather(batch, tiled=True).ravel().tolist()) == list(range(8)))
+"""
+
+
+def test_agreement(tmp_path):
+    """What fails in one process ends both; and every row of a batch is read, wherever the mesh puts devices."""
+    address = f"localhost:{free_port()}"
+    with launch(*(["-c", AGREE, address, str(index), str(tmp_path)] for index in range(2))) as processes:
+        (first_code, first, errors), (second_code, second, _) = finish(processes)
+    assert (first_code, second_code) == (0, 0), errors
+    lines = [[line for line in text.splitlines() if line and "[Gloo]" not in line] for text in (first, second)]
+    assert [each.pop(0) for each in lines] == ["True", "True"]
+    for index in range(2):
+        other = (
+            f"data.seed is {index} for process {index} and something else for process {1 - index}; give all the same"
+        )
+        assert lines[index].pop(0) == other
+    assert lines[0][:2] == ["process 1 of 2 cannot go on; what it printed says why"] * 2
+    assert lines[1][1] == "only here"
+    assert lines[1][0].startswith(f"training.run_dir {tmp_path / '1'} is not the same folder for process 1 as for")
+    # Devices of a process side by side, in turns with the other's, and as shards of the same rows.
+    assert lines[0][2:] == lines[1][2:] == ["2 True", "2 True", "1 True"]

@@ -1,0 +1,86 @@
+"""Which steps a trace holds, and what of a run's time counts as training."""
+
+import dataclasses
+import io
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+from rich.console import Console
+
+from tests.training.tiny import tiny_config
+from titans_jax.config import ConfigError, ProfileConfig
+from titans_jax.training import goodput, loop, train
+from titans_jax.training.loop import Trainer
+from titans_jax.training.metrics import read_metrics
+
+
+def traced_steps(run_dir) -> list[int]:
+    (file,) = (run_dir / "profile").rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    events = (event for plane in planes for line in plane.lines for event in line.events)
+    return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
+
+
+@pytest.mark.parametrize("steps, traced", [("5:7", [5, 6]), ("12:20", [12])])
+def test_a_trace_holds_its_steps(tmp_path, steps, traced):
+    """Tracing ends with the run where the run ends first."""
+    config = dataclasses.replace(tiny_config(sample_tokens=0), profile=ProfileConfig(steps))
+    train(config, tmp_path / "run", Console(file=io.StringIO()))
+    assert traced_steps(tmp_path / "run") == traced
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What the goodput takes for the time; stands still unless moved."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))
+    return clock
+
+
+def test_goodput_counts_steps_and_all_of_the_time(clock):
+    first = goodput.Goodput()
+    clock.now += 60
+    first.add(30)
+    assert first.share() == 0.5
+    state = first.get_state()
+    clock.now += 60
+    first.add(60)  # behind the checkpoint, and lost in a crash
+    clock.now += 60
+    second = goodput.Goodput()
+    second.set_state(state)
+    clock.now += 20
+    second.add(20)
+    assert second.share() == pytest.approx(50 / 200)
+
+
+def test_goodput_of_a_run_goes_on(tmp_path, monkeypatch, clock):
+    seconds, add = [], goodput.Goodput.add
+    monkeypatch.setattr(goodput.Goodput, "add", lambda self, one: seconds.append(one) or add(self, one))
+    config, console = tiny_config(sample_tokens=0), Console(file=io.StringIO())
+    started = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_stopping", lambda self: self.step == 6)
+        train(config, tmp_path / "run", console)
+    clock.now += 3600
+    train(config, tmp_path / "run", console)
+    last = list(read_metrics(tmp_path / "run"))[-2]  # behind it comes the validation
+    assert last["kind"] == "train" and last["goodput"] == pytest.approx(sum(seconds) / 3600)
+    assert len(seconds) == 12 and min(seconds) > 0 and sum(seconds) < time.monotonic() - started
+    assert "goodput: 0% of the time since the first start went into steps" in console.file.getvalue()
+
+
+def test_memory_at_the_start_is_told_where_it_is_known(tmp_path, monkeypatch):
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 1.5e9, "bytes_limit": 16e9})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    console = Console(file=io.StringIO(), width=200)
+    train(tiny_config(sample_tokens=0), tmp_path / "run", console)
+    assert "memory of a device before the first step: 1.50 of 16.00 GB in use" in console.file.getvalue()
+
+
+def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):
+    monkeypatch.setattr(loop.sharding, "make_mesh", lambda *axes: SimpleNamespace(shape={"data": 4, "fsdp": 2}))
+    with pytest.raises(ConfigError, match="data.batch_size is 4; use a multiple of 8, the product of the mesh axes"):
+        with loop.use_mesh(tiny_config()):
+            pass

@@ -1,0 +1,30 @@
+"""Goodput: how much of a run's time went into training steps that count."""
+
+import time
+
+
+class Goodput:
+    """Seconds in training steps over seconds since the run was first started, kept with its checkpoints.
+
+    What lowers it: compiling, evaluating, writing, waiting for a machine, and steps done after the last checkpoint
+    before a crash, which are done again.
+    """
+
+    def __init__(self):
+        self._first_start, self._seconds = time.time(), 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count time that a training step took."""
+        self._seconds += seconds
+
+    def share(self) -> float:
+        """The goodput so far, 0 to 1."""
+        return self._seconds / max(time.time() - self._first_start, self._seconds, 1e-9)
+
+    def get_state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"first_start": self._first_start, "seconds": self._seconds}
+
+    def set_state(self, state: dict[str, float]) -> None:
+        """Go on counting from what `get_state` returned."""
+        self._first_start, self._seconds = state["first_start"], state["seconds"]

@@ -1,0 +1,38 @@
+"""A trace of some steps, for xprof or TensorBoard."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Profile:
+    """Traces the steps of a range into a folder; call `step` before each of them.
+
+    Of several processes the first one traces its own devices. Every step carries its number in the trace.
+    """
+
+    def __init__(self, steps: range, folder: Path):
+        self._steps = steps if jax.process_index() == 0 else range(0)
+        self._folder, self._tracing = folder, False
+
+    def step(self, number: int, state: Any) -> jax.profiler.StepTraceAnnotation:
+        """The annotation to run step `number` in. state: what the step before it computes, waited for where needed."""
+        if self._tracing != (number in self._steps):
+            jax.block_until_ready(state)  # a step belongs to the trace as a whole or not at all
+            self._stop() if self._tracing else self._start()
+        return jax.profiler.StepTraceAnnotation("train", step_num=number)
+
+    def finish(self, state: Any) -> None:
+        """End a trace that the run's last step belongs to."""
+        if self._tracing:
+            jax.block_until_ready(state)
+            self._stop()
+
+    def _start(self) -> None:
+        jax.profiler.start_trace(self._folder)
+        self._tracing = True
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self._tracing = False
