@@ -23,14 +23,14 @@ NOWHERE = -1
 """Document of rows that do not exist."""
 
 
-def largest_block(window: int | None) -> int:
-    """Queries, and keys, that one step of the kernels takes: 1024, or 512 where more than a third of them were hidden.
+def largest_block(window: int | None, row_bytes: int) -> int:
+    """Queries, and keys, that one step of the kernels takes, for a head's rows of `row_bytes`: 1024 or 512.
 
     By scheduled cycles a step of 1024 x 1024 costs 3.3 steps of 512 x 512 (v5e, v6e; head_dim 64 and 128), and a window
     of 2048 takes 3.3 times fewer of them, a shorter one not as many. 2048 gains 1 % in full attention and loses 24 % in
-    a window.
+    a window. With rows of 512 bytes (head_dim 256 in bfloat16) 1024 needs more than the 16 MiB that v5p gives a kernel.
     """
-    return 512 if window is not None and window < 2048 else 1024
+    return 512 if row_bytes >= 512 or (window is not None and window < 2048) else 1024
 
 
 def splash_attention(
@@ -81,9 +81,10 @@ def _attend(
     """On one device; ids: int32 [b, t] and [b, history + t], rows see keys of the same id."""
     time, heads = queries.shape[1:3]
     history = past.keys.shape[1] - time
-    block_q, length = _blocks(time, largest_block(window))
+    largest = largest_block(window, queries.shape[-1] * queries.dtype.itemsize)
+    block_q, length = _blocks(time, largest)
     # Every padded query has a key at its place, its own: a row that sees nothing would divide by 0.
-    block_kv, total = _blocks(history + length, largest_block(window))
+    block_kv, total = _blocks(history + length, largest)
 
     def heads_first(x: jax.Array, length: int) -> jax.Array:
         return jnp.swapaxes(jax.lax.pad(x, jnp.zeros((), x.dtype), _after(x, length)), 1, 2)
