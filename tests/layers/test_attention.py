@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention import Attention, KeyValues, causal_attention
+from titans_jax.layers.attention import Attention
+from titans_jax.layers.blocked import KeyValues, blocked_attention
 from titans_jax.layers.documents import find_documents
 from titans_jax.layers.rotary import rotate
 
@@ -46,7 +47,7 @@ def test_equals_dense_attention(time, window, block, num_prefix):
     with jax.enable_x64(True):
         q, k, v = (rows(i, BATCH, time, HEADS, HEAD_DIM) for i in range(3))
         prefix = [rows(3 + i, num_prefix, HEADS, HEAD_DIM) for i in range(2)]
-        y = causal_attention(
+        y = blocked_attention(
             *map(jnp.array, (q,)),
             KeyValues(jnp.array(k), jnp.array(v)),
             KeyValues(*map(jnp.array, prefix)),
@@ -60,7 +61,7 @@ def test_equals_dense_attention(time, window, block, num_prefix):
 def test_equals_jax_local_window_size(window):
     q, k, v = (jnp.array(rows(i, BATCH, 16, HEADS, HEAD_DIM), jnp.float32) for i in range(3))
     none = jnp.zeros((0, HEADS, HEAD_DIM))
-    y = causal_attention(q, KeyValues(k, v), KeyValues(none, none), window, block=4)
+    y = blocked_attention(q, KeyValues(k, v), KeyValues(none, none), window, block=4)
     local = None if window is None else (window - 1, 0)
     expected = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local)
     np.testing.assert_allclose(y, expected, atol=1e-6)
@@ -73,7 +74,7 @@ def test_documents_are_separate(window):
         documents = find_documents(jnp.array(ids, jnp.int32))
         q, k, v = (rows(i, BATCH, 13, HEADS, HEAD_DIM) for i in range(3))
         prefix = [rows(3 + i, 2, HEADS, HEAD_DIM) for i in range(2)]
-        y = causal_attention(
+        y = blocked_attention(
             jnp.array(q),
             KeyValues(jnp.array(k), jnp.array(v)),
             KeyValues(*map(jnp.array, prefix)),
@@ -91,7 +92,7 @@ def test_history_comes_before_the_queries():
         q, k, v = (rows(i, BATCH, 13, HEADS, HEAD_DIM) for i in range(3))
         none = np.zeros((0, HEADS, HEAD_DIM))
         for seen, window in [(4, 5), (2, 5), (4, 3), (0, None), (4, None)]:
-            y = causal_attention(
+            y = blocked_attention(
                 jnp.array(q[:, 4:]),
                 KeyValues(jnp.array(k), jnp.array(v)),
                 KeyValues(jnp.array(none), jnp.array(none)),
@@ -109,7 +110,7 @@ def test_scores_of_a_long_sequence_are_never_formed():
     none = jnp.zeros((0, 1, 8))
 
     def loss(q, window):
-        return jnp.sum(causal_attention(q, KeyValues(q, q), KeyValues(none, none), window))
+        return jnp.sum(blocked_attention(q, KeyValues(q, q), KeyValues(none, none), window))
 
     for window in (128, None):
         compiled = jax.jit(jax.grad(loss), static_argnums=1).lower(q, window).compile()

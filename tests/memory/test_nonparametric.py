@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from titans_jax.layers.attention import KeyValues, attend
+from titans_jax.layers.blocked import KeyValues, attend
 
 TIME, HEAD_DIM = 9, 6
 

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention import Attention, KeyValues, attend
+from titans_jax.layers.attention import Attention
+from titans_jax.layers.blocked import KeyValues, attend
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge

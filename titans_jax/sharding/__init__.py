@@ -45,13 +45,6 @@ def machine() -> str:
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 
 
-def target_platform() -> str:
-    """What the program that is being traced will run on, "cpu", "gpu" or "tpu": the mesh's devices if one is set (they
-    need not exist here: `titans compile` describes them), else jax's default backend."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
-
-
 def make_mesh(
     data: int = -1, fsdp: int = 1, tensor: int = 1, slice: int = 1, devices: list | None = None
 ) -> jax.sharding.Mesh:

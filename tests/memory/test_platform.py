@@ -4,15 +4,16 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from titans_jax import sharding
+from titans_jax.memory.platform import target_platform
 
 
 def test_without_a_mesh_it_is_the_backend():
-    assert sharding.target_platform() == jax.default_backend() == "cpu"
+    assert target_platform() == jax.default_backend() == "cpu"
 
 
 def test_a_mesh_of_devices_that_are_here():
     with sharding.use_mesh(sharding.make_mesh(devices=jax.devices()[:1])):
-        assert sharding.target_platform() == "cpu"
+        assert target_platform() == "cpu"
 
 
 def test_a_mesh_of_described_devices_also_while_tracing():
@@ -20,11 +21,11 @@ def test_a_mesh_of_described_devices_also_while_tracing():
 
     @jax.jit
     def chosen(x):
-        return x[: 2 if sharding.target_platform() == "tpu" else 3]
+        return x[: 2 if target_platform() == "tpu" else 3]
 
     rows = jax.ShapeDtypeStruct((4,), "float32")
     with jax.sharding.use_abstract_mesh(described):
-        assert sharding.target_platform() == "tpu"
+        assert target_platform() == "tpu"
         assert jax.eval_shape(chosen, rows).shape == (2,)
     # The mesh is part of what jit remembers a trace by.
     assert jax.eval_shape(chosen, rows).shape == (3,)

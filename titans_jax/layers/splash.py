@@ -1,0 +1,194 @@
+"""Causal attention on TPU: JAX's splash kernel over the sequence, and the prefix joined to it.
+
+Splash keeps the scores in VMEM and skips the blocks that the mask hides. It separates documents by equal ids, so no key
+can be of all of them: the prefix, which every query sees, has a softmax of its own, and the two are joined by their
+log-sum-exps, which gives the softmax over both.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds, SplashAttentionKernel
+from jax.sharding import PartitionSpec
+
+from titans_jax.layers.blocked import KeyValues
+from titans_jax.sharding import BATCH, RULES
+
+LANES = 128
+HEADS = dict(RULES)["heads"]
+NOWHERE = -1
+"""Document of rows that do not exist."""
+
+
+def largest_block(window: int | None, row_bytes: int) -> int:
+    """Queries, and keys, that one step of the kernels takes, for a head's rows of `row_bytes`: 1024 or 512.
+
+    By scheduled cycles a step of 1024 x 1024 costs 3.3 steps of 512 x 512 (v5e, v6e; head_dim 64 and 128), and a window
+    of 2048 takes 3.3 times fewer of them, a shorter one not as many. 2048 gains 1 % in full attention and loses 24 % in
+    a window. With rows of 512 bytes (head_dim 256 in bfloat16) 1024 needs more than the 16 MiB that v5p gives a kernel.
+    """
+    return 512 if row_bytes >= 512 or (window is not None and window < 2048) else 1024
+
+
+def splash_attention(
+    queries: jax.Array,
+    past: KeyValues,
+    prefix: KeyValues,
+    window: int | None = None,
+    *,
+    history_seen: int | jax.Array = 0,
+    documents: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`blocked_attention` as a TPU kernel, for float32 and bfloat16; under a mesh, each device its own rows and heads.
+
+    Args:
+      interpret: run the kernel step by step in plain JAX, on any device.
+    """
+    batch, time = queries.shape[:2]
+    total = past.keys.shape[1]
+    ids = None
+    if documents is not None:
+        ids = SegmentIds(documents, documents)
+    elif total > time:
+        exists = jnp.arange(total, dtype=jnp.int32) >= total - time - history_seen
+        key_ids = jnp.where(exists, 0, NOWHERE).astype(jnp.int32)
+        ids = SegmentIds(jnp.zeros((batch, time), jnp.int32), jnp.broadcast_to(key_ids, (batch, total)))
+    attend = functools.partial(_attend, window=window, interpret=interpret)
+    if not jax.sharding.get_abstract_mesh().empty:
+        rows = PartitionSpec(BATCH, None, HEADS)
+        attend = jax.shard_map(
+            attend,
+            in_specs=(rows, rows, PartitionSpec(None, HEADS), PartitionSpec(BATCH)),
+            out_specs=rows,
+            check_vma=False,  # a Pallas call does not say over which axes its output varies
+        )
+    return attend(queries, past, prefix, ids)
+
+
+def _attend(
+    queries: jax.Array,
+    past: KeyValues,
+    prefix: KeyValues,
+    ids: SegmentIds | None,
+    *,
+    window: int | None,
+    interpret: bool,
+) -> jax.Array:
+    """On one device; ids: int32 [b, t] and [b, history + t], rows see keys of the same id."""
+    time, heads = queries.shape[1:3]
+    history = past.keys.shape[1] - time
+    largest = largest_block(window, queries.shape[-1] * queries.dtype.itemsize)
+    block_q, length = _blocks(time, largest)
+    # Every padded query has a key at its place, its own: a row that sees nothing would divide by 0.
+    block_kv, total = _blocks(history + length, largest)
+
+    def heads_first(x: jax.Array, length: int) -> jax.Array:
+        return jnp.swapaxes(jax.lax.pad(x, jnp.zeros((), x.dtype), _after(x, length)), 1, 2)
+
+    queries = heads_first(queries * queries.shape[-1] ** -0.5, length)
+    keys, values = (heads_first(x, total) for x in past)
+    if ids is not None:
+        ids = SegmentIds(*(jax.lax.pad(x, NOWHERE, _after(x, n)) for x, n in zip(ids, (length, total), strict=True)))
+
+    sees = None if window is None else window - 1
+    mask = splash_attention_mask.LocalMask((length, total), (sees, 0), history)
+    # Rows of 64 numbers waste half of every tile, so XLA lays activations out with time last; kernels that take them so
+    # save the copies (a sixth of a layer's cycles at head_dim 64) and a third of the memory.
+    time_last = splash_attention_kernel.QKVLayout.SEQ_MINOR
+    kernel = splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask] * heads),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+            q_layout=time_last,
+            k_layout=time_last,
+            v_layout=time_last,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=prefix.keys.shape[0] > 0,
+        interpret=interpret,
+    )
+    if prefix.keys.shape[0] == 0:
+        outputs = jax.vmap(kernel)(queries, keys, values, ids)
+    else:
+        logits = jnp.einsum("bhtd,nhd->bhtn", queries, prefix.keys, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(logits, axis=-1).astype(queries.dtype)
+        prefix_outputs = jnp.einsum("bhtn,nhd->bhtd", weights, prefix.values)
+        prefix_sums = jax.nn.logsumexp(logits, axis=-1)
+        outputs = _joined(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums)
+    return jnp.swapaxes(outputs[:, :, :time], 1, 2)
+
+
+@jax.custom_vjp
+def _joined(
+    kernel: SplashAttentionKernel,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    ids: SegmentIds | None,
+    prefix_outputs: jax.Array,
+    prefix_sums: jax.Array,
+) -> jax.Array:
+    """Attention [b, h, t, d] over the keys [b, h, s, d] that `kernel` shows and over a prefix.
+
+    Args:
+      prefix_outputs: attention to the prefix alone [b, h, t, d].
+      prefix_sums: log-sum-exp of its logits, float32 [b, h, t].
+    """
+    return _joined_forward(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums)[0]
+
+
+def _joined_forward(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums) -> tuple[jax.Array, Any]:
+    outputs, (sums,) = jax.vmap(kernel)(queries, keys, values, ids)
+    total = jnp.logaddexp(sums, prefix_sums)
+    share, prefix_share = (jnp.exp(x - total)[..., None] for x in (sums, prefix_sums))
+    joined = share * outputs.astype(jnp.float32) + prefix_share * prefix_outputs.astype(jnp.float32)
+    joined = joined.astype(outputs.dtype)
+    return joined, (kernel, queries, keys, values, ids, prefix_outputs, prefix_sums, joined, total)
+
+
+def _joined_backward(residuals: Any, cotangent: jax.Array) -> tuple:
+    """The flash backward with the joined output and log-sum-exp, of which the kernel's keys are one part.
+
+    Splash's log-sum-exp has no gradient of its own, but its backward kernels read weights as exp(logit - log-sum-exp)
+    and the mean of the weights' cotangents from the output: given those of the join, they differentiate the join. The
+    prefix is one key more, whose logit is its log-sum-exp and whose value is its output.
+    """
+    kernel, queries, keys, values, ids, prefix_outputs, prefix_sums, joined, total = residuals
+    static = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
+    backward = functools.partial(splash_attention_kernel._splash_attention_bwd, False, **static)
+
+    def one_row(queries, keys, values, ids, joined, total, cotangent):
+        masks = kernel.dq_mask_info, kernel.dkv_mask_info
+        return backward(res=(queries, keys, values, ids, None, joined, total, *masks), do=cotangent)[3:6]
+
+    gradients = jax.vmap(one_row)(queries, keys, values, ids, joined, total, cotangent)
+    wide = cotangent.astype(jnp.float32)
+    share = jnp.exp(prefix_sums - total)
+    above = prefix_outputs.astype(jnp.float32) - joined.astype(jnp.float32)
+    prefix_gradients = (share[..., None] * wide).astype(prefix_outputs.dtype), share * jnp.sum(wide * above, axis=-1)
+    return None, *gradients, None, *prefix_gradients
+
+
+_joined.defvjp(_joined_forward, _joined_backward)
+
+
+def _blocks(time: int, largest: int) -> tuple[int, int]:
+    """The size of equal blocks that hold `time` with the least padding, and the time they hold together."""
+    blocks = -(-time // largest)
+    block = -(-time // (blocks * LANES)) * LANES
+    return block, blocks * block
+
+
+def _after(x: jax.Array, length: int) -> list[tuple[int, int, int]]:
+    """Padding of [b, t, ...] at the end of time, up to `length`, for jax.lax.pad."""
+    return [(0, 0, 0), (0, length - x.shape[1], 0), *[(0, 0, 0)] * (x.ndim - 2)]
