@@ -63,8 +63,9 @@ class MemoryConfig:
     chunk_size: int = 16
     """Tokens whose inner gradients share one anchor. Part of the model: another value gives other numbers. Presets with
     a matrix memory are exact at every token and ignore it."""
-    form: Literal["chunked", "associative", "recurrent"] = "chunked"
-    """Which implementation runs the rule in training. Never changes the numbers beyond rounding."""
+    form: Literal["auto", "fused", "chunked", "associative", "recurrent"] = "auto"
+    """Which implementation runs the rule in training: `auto` is `fused`, one kernel, on TPUs, and `chunked` elsewhere.
+    Never changes the numbers beyond rounding."""
     max_step_size: float = 0.1
     """theta_max: the step size is theta_max / head_dim * sigmoid(gate) (papers.md 1.3)."""
     activation: bool = True

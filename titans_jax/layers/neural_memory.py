@@ -10,12 +10,15 @@ Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from titans_jax import memory
 from titans_jax.config import ModelConfig, memory_rule
@@ -24,7 +27,7 @@ from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.layers.memory_gates import GATES, MemoryGates
 from titans_jax.layers.norms import RMSNorm, l2_normalize
-from titans_jax.sharding import BATCH, constrain, logical
+from titans_jax.sharding import BATCH, HEADS, constrain, logical
 
 
 class MemoryLayerState(NamedTuple):
@@ -198,10 +201,11 @@ class NeuralMemory(nnx.Module):
 
     def _memorize(self, state, queries, keys, values, gates, resets, start):
         """`memory.memorize` for a batch of heads. Position is shared by all of them, so it travels beside the vmap."""
-        time, position = queries.shape[1], state.position
-        form = "recurrent" if time == 1 else self.form
+        batch, time = queries.shape[:2]
+        position = state.position
+        form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, gates)
 
-        def one(params, state, queries, keys, values, gates, resets, start):
+        def one(position, params, state, queries, keys, values, gates, resets, start):
             reads, state, surprise = memory.memorize(
                 self.rule,
                 params,
@@ -218,28 +222,48 @@ class NeuralMemory(nnx.Module):
             return reads, _replace(state, position=None), surprise
 
         gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, gates), mask=None)
-        heads = jax.vmap(one, in_axes=(0, 0, 1, 1, 1, gate_axes, None, 0), out_axes=(1, 0, 1))
-        rows = jax.vmap(heads)
+        heads = jax.vmap(one, in_axes=(None, 0, 0, 1, 1, 1, gate_axes, None, 0), out_axes=(1, 0, 1))
+        rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
         # One copy a row: gradients of what rows share would be summed over them, and over the devices that hold them,
         # at every chunk of the scan.
-        params = broadcast(self.params(), queries.shape[0])
-        start = None if start is None else broadcast(_replace(start, position=None), queries.shape[0])
-        reads, after, surprise = rows(
-            params,
-            _replace(state, position=None),
-            queries,
-            keys,
-            values,
-            gates,
-            resets,
-            start,
-        )
+        params = broadcast(self.params(), batch)
+        start = None if start is None else broadcast(_replace(start, position=None), batch)
+        arguments = (params, _replace(state, position=None), queries, keys, values, gates, resets, start)
+        if form == "fused":
+            reads, after, surprise = per_device(rows, batch, gates)(position, *arguments)
+        else:
+            reads, after, surprise = rows(position, *arguments)
         # Documents begin on the chunk grid, so the open chunk is as long in every row.
         return (
             reads,
             _replace(after, position=(position + time * self.rule.algorithm.steps) % self.rule.chunk_size),
             surprise,
         )
+
+
+def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
+    """`rows` of `_memorize` on every device for its own rows and heads: the compiler does not divide a kernel."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return rows
+    ways = math.prod(mesh.shape[axis] for axis in BATCH)
+    across = BATCH if batch % ways == 0 else None  # the persistent tokens are one row, read by all
+    by_head, by_token = PartitionSpec(across, HEADS), PartitionSpec(across, None, HEADS)
+    gates = dataclasses.replace(
+        jax.tree.map(lambda _: by_token, gates), mask=gates.mask if gates.mask is None else PartitionSpec(across)
+    )
+
+    def sharded(position, *arguments):
+        static = isinstance(position, int)
+        specs = (by_head, by_head, by_token, by_token, by_token, gates, PartitionSpec(across), by_head)
+        return jax.shard_map(
+            functools.partial(rows, position) if static else rows,
+            in_specs=specs if static else (PartitionSpec(), *specs),
+            out_specs=(by_token, by_head, by_token),
+            check_vma=False,  # a Pallas call does not say over which axes its output varies
+        )(*(() if static else (position,)), *arguments)
+
+    return sharded
 
 
 def broadcast(state: Any, batch: int) -> Any:

@@ -26,10 +26,13 @@ from titans_jax.memory import (
     chunked,
     engine,
     fused,
+    gated_block,
+    linear_block,
     presets,
     recurrent,
     retentions,
 )
+from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Params, Surprise
 
 __all__ = [
@@ -41,6 +44,7 @@ __all__ = [
     "algorithms",
     "architectures",
     "biases",
+    "choose_form",
     "init_params",
     "init_state",
     "memorize",
@@ -56,6 +60,9 @@ FORMS = {
     "chunked": chunked.memorize,
     "fused": fused.memorize,
 }
+
+SMALLEST_KERNEL_CHUNK = 8
+"""Tokens that fill the rows of a TPU's register."""
 
 
 def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
@@ -88,6 +95,15 @@ def start_chunk(state: MemoryState) -> MemoryState:
     return MemoryState(state.weights, state.momentum, state.weights, 0)
 
 
+def choose_form(form: str, rule: MemoryRule, gates: Gates) -> str:
+    """What "auto" stands for: the fused kernel where the program will run on a TPU and the kernel pays, else chunked."""
+    if form != "auto":
+        return form
+    exact = any(path.runs(rule, gates) for path in (linear_block, gated_block))
+    pays = not exact and rule.chunk_size >= SMALLEST_KERNEL_CHUNK
+    return "fused" if pays and fused.runs(rule, gates) and target_platform() == "tpu" else "chunked"
+
+
 def memorize(
     rule: MemoryRule,
     params: Params,
@@ -96,7 +112,7 @@ def memorize(
     keys: jax.Array,
     values: jax.Array,
     gates: Gates,
-    form: str = "chunked",
+    form: str = "auto",
     *,
     resets: jax.Array | None = None,
     initial_state: MemoryState | None = None,
@@ -106,7 +122,8 @@ def memorize(
 
     queries, keys, values: [time, head_dim], float32, bfloat16 (operands only; states stay float32) or float64. The read
     of token t sees the writes of tokens <= t (papers 1.6.4) and is in the state's dtype. Splitting a sequence anywhere
-    and passing the state on changes nothing. form: "recurrent" | "associative" | "chunked", equal to rounding.
+    and passing the state on changes nothing. form: "recurrent" | "associative" | "chunked" | "fused", equal to
+    rounding, or "auto" (see `choose_form`).
 
     resets: [time] bool, True at a document's first token, before which the state becomes `initial_state` (default:
     `init_state(rule, params)`) and a chunk begins. In the associative and chunked forms a reset must fall on a chunk
@@ -128,6 +145,7 @@ def memorize(
     start, initial = engine.cast_state(state, dtype), None
     if resets is not None:
         initial = start_chunk(engine.cast_state(initial_state or init_state(rule, params), dtype))
+    form = choose_form(form, rule, gates)
     run = FORMS[form]
     if form == "fused":  # of a kernel, nothing is dropped because nobody asks for it
         run = functools.partial(run, watch=return_surprise)
@@ -145,8 +163,8 @@ def retrieve(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.
 
 def check(rule, params, state, queries, keys, values, gates, form, resets):
     """Refuse, in one sentence, arguments that do not fit together."""
-    if form not in FORMS:
-        raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, FORMS))}.")
+    if form not in (*FORMS, "auto"):
+        raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, (*FORMS, 'auto')))}.")
     if queries.ndim != 2:
         raise ValueError(f"queries has shape {queries.shape}: one head takes [time, head_dim]; vmap over all else.")
     time, head_dim = queries.shape

@@ -23,7 +23,10 @@ shards of parameters; tensor: shards of heads and hidden widths."""
 BATCH = ("slice", "data", "fsdp")
 """Mesh axes over which the rows of a batch are spread."""
 
-RULES = (("embed", "fsdp"), ("heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("layers", None))
+HEADS = "tensor"
+"""Mesh axis over which heads are spread, those of attention and of the memory alike."""
+
+RULES = (("embed", "fsdp"), ("heads", HEADS), ("mlp", "tensor"), ("vocab", "tensor"), ("layers", None))
 """Logical parameter axis -> mesh axis (None: replicated)."""
 
 
