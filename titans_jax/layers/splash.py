@@ -25,9 +25,10 @@ NOWHERE = -1
 def largest_block(window: int | None, row_bytes: int) -> int:
     """Queries, and keys, that one step of the kernels takes, for a head's rows of `row_bytes`: 1024 or 512.
 
-    By scheduled cycles a step of 1024 x 1024 costs 3.3 steps of 512 x 512 (v5e, v6e; head_dim 64 and 128), and a window
-    of 2048 takes 3.3 times fewer of them, a shorter one not as many. 2048 gains 1 % in full attention and loses 24 % in
-    a window. With rows of 512 bytes (head_dim 256 in bfloat16) 1024 needs more than the 16 MiB that v5p gives a kernel.
+    By scheduled cycles a step of 1024 x 1024 costs 3.3 to 3.4 steps of 512 x 512 (v5e, v6e), and a window of 2048
+    takes 3.3 times fewer of them, a shorter one not as many. 2048 keys gain 1 % in full attention and lose 24 % in that
+    window (v5e). With rows of 512 bytes (head_dim 256 in bfloat16) 1024 needs more than the 16 MiB that v5p gives a
+    kernel.
     """
     return 512 if row_bytes >= 512 or (window is not None and window < 2048) else 1024
 
