@@ -15,7 +15,7 @@ from titans_jax.data.recall import RecallTask, recall_sequences
 
 TINY = recall.Options(
     presets=("titans",), head_dims=(4,), num_pairs=2, sequence_length=8, vocab_size=8, dim=8, depth=1, steps=3,
-    attention_steps=4, batch_size=4, seeds=2, test_sequences=8,
+    attention_steps=4, batch_size=4, seeds=2, test_sequences=8, max_step_sizes=(0.1,),
 )  # fmt: skip
 ATTENTION = dataclasses.replace(TINY, presets=("attention",))  # compiles in a moment
 
@@ -48,21 +48,51 @@ def test_from_the_command_line_to_the_files(tmp_path, capsys):
 def test_one_model_per_preset_and_head_dim_and_one_attention():
     options = dataclasses.replace(TINY, presets=("titans", "attention", "titans"), head_dims=(8, 4, 8))
     _, models = recall.task_and_models(options)
-    assert list(models) == [("titans", 8), ("titans", 4), ("attention", 8)]
+    assert list(models) == [("titans", 8, 0.1), ("titans", 4, 0.1), ("attention", 8, None)]
     assert all(model.num_heads * model.head_dim == 8 for model in models.values())
     assert [model.pattern for model in models.values()] == [("lmm",), ("lmm",), ("attention",)]
 
 
+def test_step_sizes_are_tried_where_there_are_any():
+    options = dataclasses.replace(TINY, presets=("titans", "deltanet"), max_step_sizes=(0.1, 1.0))
+    _, models = recall.task_and_models(options)
+    assert list(models) == [("titans", 4, 0.1), ("titans", 4, 1.0), ("deltanet", 4, None)]
+    assert [model.memory.max_step_size for model in models.values()][:2] == [0.1, 1.0]
+
+
+def test_the_plot_shows_the_most_accurate_step_size(tmp_path, monkeypatch):
+    row = recall.Measurement("titans", 4, 0.1, 100, 1, 0.3, 1.0, 3, 0.1, True)
+    better = [dataclasses.replace(row, max_step_size=1.0, seed=seed, accuracy=0.4 * seed) for seed in (1, 2)]
+    drawn = []
+    errorbar = recall_axes().errorbar
+    monkeypatch.setattr(
+        recall_axes(),
+        "errorbar",
+        lambda self, x, y, *a, **k: (drawn.append((x, list(y))), errorbar(self, x, y, *a, **k))[1],
+    )
+    recall.save_plot([row, *better], 0.5, tmp_path)
+    assert drawn == [([100], [pytest.approx(0.6)])]
+
+
+def recall_axes():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.axes import Axes
+
+    return Axes
+
+
 def test_state_floats_by_hand():
     """Two matrices of head_dim x expansion head_dim, each as weights, momentum and anchor, for every head."""
-    by_model = recall.task_and_models(dataclasses.replace(TINY, presets=("titans", "attention"), depth=2))[1]
-    assert recall.state_floats(by_model["titans", 4], 8) == 2 * 3 * 2 * (4 * 8)
-    assert recall.state_floats(by_model["attention", 4], 8) == 2 * 8 * 8  # keys and values of 8 tokens, width 8
+    models = recall.task_and_models(dataclasses.replace(TINY, presets=("titans", "attention"), depth=2))[1]
+    assert recall.state_floats(models["titans", 4, 0.1], 8) == 2 * 3 * 2 * (4 * 8)
+    assert recall.state_floats(models["attention", 4, None], 8) == 2 * 8 * 8  # keys and values of 8 tokens, width 8
 
 
 def test_a_matrix_memory_of_single_token_chunks_counts_once():
     """Its anchor is its weights."""
-    model = recall.task_and_models(dataclasses.replace(TINY, presets=("deltanet",)))[1]["deltanet", 4]
+    model = recall.task_and_models(dataclasses.replace(TINY, presets=("deltanet",)))[1]["deltanet", 4, None]
     assert recall.state_floats(model, 8) == 2 * 4 * 4
 
 
@@ -77,7 +107,7 @@ def test_a_value_at_random_is_right_once_in_num_pairs():
 def test_what_is_counted_as_right():
     """Against the logits, query by query."""
     task, models = recall.task_and_models(ATTENTION)
-    graphdef, params = recall.init_model(models["attention", 4], seed=0)
+    graphdef, params = recall.init_model(models["attention", 4, None], seed=0)
     sequences = recall_sequences(task, 8, seed=0)
     batch = next(recall.batches(sequences, 8))
     nats, right, queries = recall.make_recall_step(graphdef)(params, batch)
@@ -101,7 +131,8 @@ def test_a_run_that_is_not_finite_is_recorded(tmp_path, monkeypatch):
 
     init_model = recall.init_model
     monkeypatch.setattr(recall, "init_model", broken)
-    (row,) = recall.measure(options, task, "attention", models["attention", 4], lambda: None)
+    ((kind, model),) = models.items()
+    (row,) = recall.measure(options, task, kind, model, lambda: None)
     assert row.finite is False and row.accuracy == 0 and math.isnan(row.loss)
     recall.save_csv([row], tmp_path)
     recall.save_plot([row], 0.5, tmp_path)

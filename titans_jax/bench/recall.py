@@ -10,11 +10,12 @@ and stays at chance until it has found that out.
 
 import csv
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from titans_jax.config import (
 )
 from titans_jax.data.recall import RecallTask, recall_sequences
 from titans_jax.evaluation.perplexity import Batch, cross_entropy_sum
+from titans_jax.layers.memory_gates import GATES
 from titans_jax.layers.neural_memory import MemoryLayerState
 from titans_jax.memory.presets import PRESETS
 from titans_jax.training.optimizer import make_optimizer
@@ -70,7 +72,9 @@ class Options:
     depth: int = 2
     """Blocks."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=8))
-    """The other fields of the memories; `presets` sets the preset."""
+    """The other fields of the memories; `presets` and `max_step_sizes` set theirs."""
+    max_step_sizes: tuple[float, ...] = (0.1, 1.0)
+    """Largest inner step sizes tried, for presets that have one; the most accurate is drawn."""
     steps: int = 800
     """Training steps of a memory."""
     attention_steps: int = 2500
@@ -91,13 +95,14 @@ class Options:
 class Measurement:
     """One trained model.
 
-    state_floats: of one layer and one sequence. accuracy: share of unseen queries answered right. loss: mean cross
-    entropy over them, nats. seconds: of training, compilation excluded. finite: no step had a loss or gradient that was
-    not (such a step is skipped), nor had the evaluation.
+    max_step_size: None where the preset has none. state_floats: of one layer and one sequence. accuracy: share of
+    unseen queries answered right. loss: mean cross entropy over them, nats. seconds: of training, compilation excluded.
+    finite: no step had a loss or gradient that was not (such a step is skipped), nor had the evaluation.
     """
 
     preset: str
     head_dim: int
+    max_step_size: float | None
     state_floats: int
     seed: int
     accuracy: float
@@ -121,14 +126,15 @@ def main(arguments: list[str]) -> None:
     rows: list[Measurement] = []
     folder = Path(options.output)
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=options.seeds * sum(steps(options, preset) for preset, _ in models))
-        for (preset, head_dim), model in models.items():
-            progress.update(bar, description=f"{preset}, head_dim {head_dim}")
-            for row in measure(options, task, preset, model, lambda: progress.advance(bar)):
+        bar = progress.add_task("", total=options.seeds * sum(steps(options, kind.preset) for kind in models))
+        for kind, model in models.items():
+            progress.update(bar, description=f"{kind.preset}, head_dim {kind.head_dim}")
+            for row in measure(options, task, kind, model, lambda: progress.advance(bar)):
                 rows.append(row)
                 save_csv(rows, folder)
                 progress.console.print(
-                    f"{row.preset:20}{row.state_floats:>7,} floats  seed {row.seed}  accuracy {row.accuracy:.3f}  "
+                    f"{row.preset:20}{row.state_floats:>7,} floats  step {step_words(row.max_step_size):4} "
+                    f"seed {row.seed}  accuracy {row.accuracy:.3f}  "
                     f"loss {row.loss:.3f}  {row.seconds:5.1f} s" + ("" if row.finite else "  not finite")
                 )
             save_plot(rows, 1 / task.num_pairs, folder)
@@ -136,15 +142,23 @@ def main(arguments: list[str]) -> None:
     console.print(f"saved {folder}")
 
 
-def task_and_models(options: Options) -> tuple[RecallTask, dict[tuple[str, int], ModelConfig]]:
-    """The task, and the configuration of every model by (preset, head_dim).
+class Kind(NamedTuple):
+    """What the models of several seeds share."""
+
+    preset: str
+    head_dim: int
+    max_step_size: float | None
+
+
+def task_and_models(options: Options) -> tuple[RecallTask, dict[Kind, ModelConfig]]:
+    """The task, and the configuration of every kind of model.
 
     The size of attention's cache does not depend on head_dim: it is there once, with the largest.
 
     Raises:
       ConfigError, DataError: an unknown preset, or a field that does not fit the others; one sentence.
     """
-    for name in ("presets", "head_dims"):
+    for name in ("presets", "head_dims", "max_step_sizes"):
         if not getattr(options, name):
             raise ConfigError(f"{name} is empty; name at least one")
     for name in ("steps", "attention_steps", "batch_size", "seeds", "test_sequences"):
@@ -163,9 +177,12 @@ def task_and_models(options: Options) -> tuple[RecallTask, dict[tuple[str, int],
     models = {}
     for preset in dict.fromkeys(options.presets):
         check_preset(preset)
-        for head_dim in dict.fromkeys(options.head_dims if preset != ATTENTION else [max(options.head_dims)]):
-            models[preset, head_dim] = model_config(options, preset, head_dim)
-            validate(Config(model=models[preset, head_dim], optimizer=optimizer_config(options, preset)))
+        bounded = preset != ATTENTION and GATES[preset].step_size == "bounded"
+        head_dims = options.head_dims if preset != ATTENTION else [max(options.head_dims)]
+        sizes = options.max_step_sizes if bounded else [None]
+        for kind in dict.fromkeys(Kind(preset, *choice) for choice in itertools.product(head_dims, sizes)):
+            models[kind] = model_config(options, kind)
+            validate(Config(model=models[kind], optimizer=optimizer_config(options, preset)))
     return task, models
 
 
@@ -181,15 +198,19 @@ def check_preset(name: str) -> None:
         raise ConfigError(f"there is no preset {name!r} in presets{hint}")
 
 
-def model_config(options: Options, preset: str, head_dim: int) -> ModelConfig:
+def model_config(options: Options, kind: Kind) -> ModelConfig:
     """A model of the bench. Without persistent tokens: what it knows at a query is what it read in the sequence."""
-    memory = options.memory if preset == ATTENTION else dataclasses.replace(options.memory, preset=preset)
+    memory, attends = options.memory, kind.preset == ATTENTION
+    if not attends:
+        memory = dataclasses.replace(memory, preset=kind.preset)
+    if kind.max_step_size is not None:
+        memory = dataclasses.replace(memory, max_step_size=kind.max_step_size)
     return ModelConfig(
-        pattern=(ATTENTION,) if preset == ATTENTION else ("lmm",),
+        pattern=(ATTENTION,) if attends else ("lmm",),
         dim=options.dim,
         depth=options.depth,
-        num_heads=options.dim // head_dim,
-        head_dim=head_dim,
+        num_heads=options.dim // kind.head_dim,
+        head_dim=kind.head_dim,
         vocab_size=options.vocab_size,
         num_persistent=0,
         dtype="float32",
@@ -209,12 +230,12 @@ def optimizer_config(options: Options, preset: str) -> OptimizerConfig:
 
 
 def measure(
-    options: Options, task: RecallTask, preset: str, model: ModelConfig, advance: Callable[[], None]
+    options: Options, task: RecallTask, kind: Kind, model: ModelConfig, advance: Callable[[], None]
 ) -> Iterator[Measurement]:
     """Train one model per seed and evaluate it; `advance` is called after each step. Compiles once for all seeds."""
     graphdef, _ = abstract_model(model)
-    num_steps = steps(options, preset)
-    optimizer = make_optimizer(optimizer_config(options, preset), num_steps)
+    num_steps = steps(options, kind.preset)
+    optimizer = make_optimizer(optimizer_config(options, kind.preset), num_steps)
     train_step, recall_step = make_train_step(graphdef, optimizer, accumulation=1), make_recall_step(graphdef)
     held_out = recall_sequences(task, options.test_sequences, HELD_OUT_SEED)
     floats = state_floats(model, task.sequence_length)
@@ -233,9 +254,7 @@ def measure(
         totals = [recall_step(state["params"], batch) for batch in batches(held_out, options.batch_size)]
         nats, right, queries = np.sum(np.array(totals, np.float64), axis=0)
         finite &= bool(np.isfinite(nats))
-        yield Measurement(
-            preset, model.head_dim, floats, seed, right / queries, nats / queries, num_steps, seconds, finite
-        )
+        yield Measurement(*kind, floats, seed, right / queries, nats / queries, num_steps, seconds, finite)
 
 
 def batches(sequences: dict[str, np.ndarray], size: int) -> Iterator[Batch]:
@@ -278,23 +297,32 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
 # Results
 
 
-def by_model(rows: list[Measurement]) -> dict[tuple[str, int], list[Measurement]]:
-    """Rows of all seeds by (preset, head_dim), in the order measured."""
-    groups: dict[tuple[str, int], list[Measurement]] = {}
+def by_kind(rows: list[Measurement]) -> dict[Kind, list[Measurement]]:
+    """Rows of all seeds, in the order measured."""
+    groups: dict[Kind, list[Measurement]] = {}
     for row in rows:
-        groups.setdefault((row.preset, row.head_dim), []).append(row)
+        groups.setdefault(Kind(row.preset, row.head_dim, row.max_step_size), []).append(row)
     return groups
 
 
+def mean_accuracy(group: list[Measurement]) -> float:
+    return float(np.mean([row.accuracy for row in group]))
+
+
+def step_words(size: float | None) -> str:
+    return "" if size is None else f"{size:g}"
+
+
 def table(rows: list[Measurement]) -> Table:
-    """A line per preset and head_dim: means over seeds, with the least and most accurate seed."""
-    table = Table("preset", "head_dim", "floats", "accuracy", "seeds", "loss", "seconds", "finite")
-    for (preset, head_dim), group in by_model(rows).items():
+    """A line per kind: means over seeds, with the least and most accurate seed."""
+    table = Table("preset", "head_dim", "step", "floats", "accuracy", "seeds", "loss", "seconds", "finite")
+    for kind, group in by_kind(rows).items():
         accuracies = [row.accuracy for row in group]
         table.add_row(
-            preset, str(head_dim), f"{group[0].state_floats:,}", f"{np.mean(accuracies):.3f}",
-            f"{min(accuracies):.2f}-{max(accuracies):.2f}", f"{np.mean([row.loss for row in group]):.3f}",
-            f"{np.mean([row.seconds for row in group]):.1f}", f"{sum(row.finite for row in group)} of {len(group)}",
+            kind.preset, str(kind.head_dim), step_words(kind.max_step_size), f"{group[0].state_floats:,}",
+            f"{mean_accuracy(group):.3f}", f"{min(accuracies):.2f}-{max(accuracies):.2f}",
+            f"{np.mean([row.loss for row in group]):.3f}", f"{np.mean([row.seconds for row in group]):.1f}",
+            f"{sum(row.finite for row in group)} of {len(group)}",
         )  # fmt: skip
     return table
 
@@ -309,7 +337,8 @@ def save_csv(rows: list[Measurement], folder: Path) -> None:
 
 
 def save_plot(rows: list[Measurement], chance: float, folder: Path) -> None:
-    """recall.png: accuracy against state size, a line per preset; bars from the least to the most accurate seed.
+    """recall.png: accuracy against state size, a line per preset; bars from the least to the most accurate seed. Of
+    several step sizes, the one that is most accurate in the mean over seeds.
 
     A preset with runs that were not finite says so in the legend.
     """
@@ -320,9 +349,12 @@ def save_plot(rows: list[Measurement], chance: float, folder: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     colors, markers = pyplot.colormaps["tab10"].colors, "osD^vP"
-    groups = by_model(rows)
+    groups = by_kind(rows)
     for number, preset in enumerate(dict.fromkeys(row.preset for row in rows)):
-        line = sorted((group for name, group in groups.items() if name[0] == preset), key=lambda g: g[0].state_floats)
+        best: dict[int, list[Measurement]] = {}
+        for group in sorted((g for kind, g in groups.items() if kind.preset == preset), key=mean_accuracy):
+            best[group[0].state_floats] = group
+        line = [best[floats] for floats in sorted(best)]
         accuracies = [np.array([row.accuracy for row in group]) for group in line]
         means = np.array([a.mean() for a in accuracies])
         spans = np.array([[mean - a.min(), a.max() - mean] for mean, a in zip(means, accuracies, strict=True)])

@@ -96,7 +96,7 @@ def start_chunk(state: MemoryState) -> MemoryState:
 
 
 def choose_form(form: str, rule: MemoryRule, gates: Gates) -> str:
-    """What "auto" stands for: the fused kernel where the program will run on a TPU and the kernel pays, else chunked."""
+    """What "auto" stands for: the fused kernel where it will run on a TPU and pays, else the chunked form."""
     if form != "auto":
         return form
     exact = any(path.runs(rule, gates) for path in (linear_block, gated_block))

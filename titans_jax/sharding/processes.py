@@ -42,12 +42,19 @@ def start(config: ProcessesConfig) -> None:
     jax.distributed waits for a sign of life.
 
     Raises:
-      ProcessesError: the coordinator's port is taken, or nobody answers there within `PATIENCE` seconds.
+      ProcessesError: the coordinator's port is taken, nobody answers there within `PATIENCE` seconds, or the hosts of a
+        slice do not find each other.
     """
     if config.coordinator is None:
         if _may_be_one_of_several_tpu_hosts():
-            with contextlib.suppress(ValueError, OSError):  # jax finds no slice, and no server that could name one
+            try:
                 jax.distributed.initialize()
+            except (ValueError, OSError) as error:  # jax finds no slice, or no server that could name one
+                if jax.process_count() > 1:  # the chips know better
+                    raise ProcessesError(
+                        f"the other hosts of this slice were not found ({error}); start all {jax.process_count()} "
+                        "again, or name them with --processes.coordinator, --processes.count and --processes.index"
+                    ) from error
         return
     host, port = config.coordinator.rsplit(":", 1)
     if config.index == 0:

@@ -164,7 +164,8 @@ class Trainer:
             return 0
         self.state, run = restored
         self.batches.set_state(run["data"])
-        self.goodput.set_state(run["goodput"])
+        if "goodput" in run:  # older checkpoints have none
+            self.goodput.set_state(run["goodput"])
         self.checkpoints.set_aside(after=run["step"])
         return run["step"]
 
