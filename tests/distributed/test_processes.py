@@ -40,6 +40,20 @@ def test_hosts_of_a_slice_find_each_other(started, monkeypatch, platforms, envir
     assert started == [()] * joins
 
 
+def test_hosts_that_do_not_find_each_other_do_not_train_alone(monkeypatch):
+    """The server that could name them is silent; the chips still say how many hosts there are."""
+
+    def unreachable():
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(jax.distributed, "initialize", unreachable)
+    monkeypatch.setattr(processes, "_may_be_one_of_several_tpu_hosts", lambda: True)
+    processes.start(ProcessesConfig())  # one host: nobody is missing
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(processes.ProcessesError, match=r"not found \(no route\); start all 4 again, or name them with"):
+        processes.start(ProcessesConfig())
+
+
 def test_a_port_in_use_is_refused(started):
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import time
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.training.tiny import tiny_config
+from titans_jax import sharding
 from titans_jax.config import ConfigError, ProfileConfig
 from titans_jax.training import goodput, loop, train
 from titans_jax.training.loop import Trainer
@@ -80,7 +82,23 @@ def test_memory_at_the_start_is_told_where_it_is_known(tmp_path, monkeypatch):
 
 
 def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):
-    monkeypatch.setattr(loop.sharding, "make_mesh", lambda *axes: SimpleNamespace(shape={"data": 4, "fsdp": 2}))
-    with pytest.raises(ConfigError, match="data.batch_size is 4; use a multiple of 8, the product of the mesh axes"):
+    shape = {"slice": 1, "data": 4, "fsdp": 2, "tensor": 1}
+    monkeypatch.setattr(sharding, "make_mesh", lambda *axes: SimpleNamespace(shape=shape))
+    with pytest.raises(ConfigError, match="data.batch_size is 4.* shared by 8 devices .*; use a multiple of 8"):
         with loop.use_mesh(tiny_config()):
             pass
+
+
+def test_a_checkpoint_without_goodput_resumes(tmp_path):
+    """As they were before it was kept."""
+    config, console = tiny_config(sample_tokens=0), Console(file=io.StringIO())
+    train(config, tmp_path, console)
+    files = [file for file in (tmp_path / "checkpoints").glob("*/run/*") if "goodput" in file.read_text()]
+    for file in files:
+        run = json.loads(file.read_text())
+        del run["goodput"]
+        file.write_text(json.dumps(run))
+    assert files
+    more = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=config.training.steps + 1))
+    train(more, tmp_path, console)
+    assert read_metrics(tmp_path)[-1]["step"] == more.training.steps
