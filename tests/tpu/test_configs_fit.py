@@ -1,6 +1,6 @@
 """Configurations that come with the package, compiled for the slices they name: minutes each, so only when asked for.
 
-    TITANS_COMPILE=1 pytest tests/tpu/test_configs_fit.py
+TITANS_COMPILE=1 pytest tests/tpu/test_configs_fit.py
 """
 
 import os
