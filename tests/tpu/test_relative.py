@@ -1,0 +1,52 @@
+"""The comparison with Transformer++, of a compiler whose answers are known."""
+
+import csv
+from collections import Counter
+
+from rich.console import Console
+
+from titans_jax.config import Config
+from titans_jax.tpu import relative
+from titans_jax.tpu.compile import DoesNotFit, Report
+from titans_jax.tpu.hlo import Kernels
+from titans_jax.tpu.topology import GENERATIONS
+
+
+def compiler(config, topology):
+    """Attention costs a token as much as its row is long, a memory 4096; MAC does not fit, and MAG has a kernel."""
+    (block,), data = config.model.pattern, config.data
+    if block == "mac":
+        raise DoesNotFit("too large", 0)
+    cycles = data.batch_size * data.sequence_length * (data.sequence_length if block == "attention" else 4096)
+    return Report(
+        topology=topology,
+        mesh={},
+        rows=data.batch_size,
+        sequence_length=data.sequence_length,
+        accumulation=1,
+        remat="full",
+        compile_seconds=1.0,
+        hbm={},
+        host=0.0,
+        flops=1e12,
+        cycles=Counter({"memory/engine": cycles}),
+        kernels=Kernels(calls=3 if block == "mag" else 0),
+        collectives=[],
+        unknown_loops=0,
+    )
+
+
+def test_comparison_is_written_as_csv_and_plot(monkeypatch, tmp_path):
+    monkeypatch.setattr(relative, "compile_step", compiler)
+    lengths = (2048, 16384)
+    relative.compare(Config(), ("lmm", "mac", "mag"), GENERATIONS["v5p"], lengths, tmp_path, Console(quiet=True))
+    with (tmp_path / "relative_v5p.csv").open() as file:
+        rows = {(row["model"], int(row["length"])): row for row in csv.DictReader(file)}
+    assert len(rows) == 4 * 2
+    assert rows["lmm", 2048]["relative"] == "0.5" and rows["lmm", 16384]["relative"] == "4.0"
+    clock = 459e12 / (2 * 8 * 128**2)
+    assert float(rows["transformer", 2048]["tokens_per_second"]) == round(clock / 2048 / 4)  # of the slice's four chips
+    assert rows["mac", 2048]["most_cycles"] == "does not fit"
+    assert rows["mag", 2048]["relative"] == ""  # its kernel states no cost
+    assert rows["mag", 2048]["kernels"] == "3 calls, 0 of stated cost"
+    assert (tmp_path / "relative_v5p.png").stat().st_size > 5000
