@@ -101,4 +101,4 @@ def test_a_checkpoint_without_goodput_resumes(tmp_path):
     assert files
     more = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=config.training.steps + 1))
     train(more, tmp_path, console)
-    assert read_metrics(tmp_path)[-1]["step"] == more.training.steps
+    assert list(read_metrics(tmp_path))[-1]["step"] == more.training.steps
