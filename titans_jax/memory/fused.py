@@ -10,7 +10,6 @@ Not on a TPU, the kernel is interpreted: right and slow, for tests.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -36,18 +35,17 @@ VMEM_BYTES = 100 * 2**20
 class Chunks(NamedTuple):
     """What a chunk reads: leaves [n, chunks, rows, columns], n heads of any sequences.
 
-    weighings: of every fast matrix. bias_gate: [.., chunk_size, 1 or head_dim] or None. starts, open: [.., 1, 1], 1 in
-    a document's first chunk, and in the chunk that stays open at the end; None where there are no documents, or the end
-    is a chunk's.
+    columns, rows, G: the weighings of all fast matrices (`pack`), in few arrays because a small one fills a whole tile
+    of memory. bias_gate: [.., chunk_size, 1 or head_dim] or None.
     """
 
     queries: jax.Array
     keys: jax.Array
     values: jax.Array
-    weighings: tuple[weighing.Weighing, ...]
+    columns: jax.Array
+    rows: jax.Array
+    G: tuple[jax.Array, ...]
     bias_gate: jax.Array | None
-    starts: jax.Array | None
-    open: jax.Array | None
 
 
 class Heads(NamedTuple):
@@ -88,18 +86,11 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     size = rule.chunk_size
     layout = lay_out(size, size, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
-    count, column = len(queries), lambda flag: flag[:, None, None].astype(state.weights[0].dtype)
-    weighings = tuple(in_lanes(w) for w in weighing.of_blocks(gates, None))
-    opened = None if layout.last is None else jnp.arange(count, dtype=jnp.int32) == layout.last // size
-    chunks = Chunks(
-        queries,
-        keys,
-        values,
-        weighings,
-        gates.bias_gate,
-        None if resets is None else column(resets[:, 0]),
-        None if opened is None else column(opened),
-    )
+    flags = [] if resets is None else [resets[:, 0]]
+    if layout.last is not None:
+        flags.append(jnp.arange(len(queries), dtype=jnp.int32) == layout.last // size)
+    packed = pack(weighing.of_blocks(gates, None), flags)
+    chunks = Chunks(queries, keys, values, *packed, gates.bias_gate)
     slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
     between_chunks = starts_chunk(state)
     heads = Heads(
@@ -109,7 +100,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         None if resets is None else fill_lanes((initial.weights, initial.momentum)),
     )
     chunks, heads = jax.tree.map(lambda x: x[None], (chunks, heads))
-    found = jax.tree.map(lambda x: x[0], over_heads(rule, watch)(chunks, heads))
+    found = jax.tree.map(lambda x: x[0], over_heads(rule, watch, layout.last is not None)(chunks, heads))
     surprise = None
     if watch:
         loss, norm = (layout.unplace(jax.lax.stop_gradient(found.surprise[..., i])) for i in range(2))
@@ -128,10 +119,10 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
 
 
 @functools.cache
-def over_heads(rule: MemoryRule, watch: bool):
-    """(chunks, heads) -> Results, differentiable; its surprise is None unless `watch`."""
-    forward = vmapped(functools.partial(run_forward, rule, watch, False))
-    forward_for_gradient = vmapped(functools.partial(run_forward, rule, watch, True))
+def over_heads(rule: MemoryRule, watch: bool, opens: bool):
+    """(chunks, heads) -> Results, differentiable; surprise is None unless `watch`, opened unless `opens`."""
+    forward = vmapped(functools.partial(run_forward, rule, watch, opens, False))
+    forward_for_gradient = vmapped(functools.partial(run_forward, rule, watch, opens, True))
     backward = vmapped(functools.partial(run_backward, rule))
 
     @jax.custom_vjp
@@ -169,24 +160,27 @@ def vmapped(function):
 # The chunk function
 
 
-def run_chunks(rule: MemoryRule, watch: bool, slow, state, anchor, initial, chunk: Chunks, is_first):
+def run_chunks(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks, is_first):
     """`run_chunk` of several heads at once; the anchor of the sequence's first chunk may be another than its start."""
     if anchor is not None:
         anchor = jax.tree.map(lambda a, w: jnp.where(is_first, a, w), anchor, state[0])
-    one = functools.partial(run_chunk, rule, watch)
+    one = functools.partial(run_chunk, rule, watch, opens)
     return jax.vmap(one)(slow, state, anchor, initial, chunk)
 
 
-def run_chunk(rule: MemoryRule, watch: bool, slow, state, anchor, initial, chunk: Chunks):
+def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks):
     """One chunk of one head, leaves without their leading axes: ((weights, momentum), opened, reads, surprise)."""
     weights, momentum = state
+    weighings, flags = unpack(chunk.columns, chunk.rows, chunk.G)
     start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
     if initial is not None:
         fresh = MemoryState(*initial, initial[0], 0)
-        start = jax.tree.map(lambda new, old: jnp.where(chunk.starts > 0, new, old), fresh, start)
+        start = jax.tree.map(lambda new, old: jnp.where(flags[0] > 0, new, old), fresh, start)
     gates = Gates(None, None, None, bias_gate=chunk.bias_gate)
-    inputs = (chunk.queries, chunk.keys, chunk.values, gates, None, chunk.weighings)
+    inputs = (chunk.queries, chunk.keys, chunk.values, gates, None, weighings)
     (weights, momentum, opened), reads, surprise = chunked.memorize_chunk(rule, slow, start, None, inputs)
+    # The last flag is set in the chunk whose start is asked for; the sum over chunks is that one's.
+    opened = jax.tree.map(lambda w: flags[-1] * w, opened) if opens else None
     watched = jnp.stack([surprise.loss, surprise.cotangent_norm], axis=1) if watch else None
     return (weights, momentum), opened, reads, watched
 
@@ -214,7 +208,9 @@ def largest_divisor(n: int, most: int) -> int:
     return max(d for d in range(1, max(most, 1) + 1) if n % d == 0)
 
 
-def run_forward(rule: MemoryRule, watch: bool, keep: bool, chunks: Chunks, heads: Heads) -> tuple[Results, tuple]:
+def run_forward(
+    rule: MemoryRule, watch: bool, opens: bool, keep: bool, chunks: Chunks, heads: Heads
+) -> tuple[Results, tuple]:
     """(results, states): the state before every group of chunks, [n, groups, rows, columns], if `keep`, else ()."""
     steps = steps_of(chunks, FORWARD_TOKENS)
     n, count, size, head_dim = chunks.queries.shape
@@ -224,7 +220,7 @@ def run_forward(rule: MemoryRule, watch: bool, keep: bool, chunks: Chunks, heads
         jax.ShapeDtypeStruct((n, count, size, head_dim), dtype),
         jax.ShapeDtypeStruct((n, count, size, 2), dtype) if watch else None,
         end,
-        None if chunks.open is None else end[0],
+        end[0] if opens else None,
     )
     states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, steps.groups, *x.shape[1:]), dtype), start) if keep else ()
 
@@ -234,6 +230,7 @@ def run_forward(rule: MemoryRule, watch: bool, keep: bool, chunks: Chunks, heads
         @pl.when(group == 0)
         def _():
             copy(heads.start, carried)
+            clear(results.opened)
 
         if keep:
             write(states, read(carried), 0)
@@ -242,12 +239,10 @@ def run_forward(rule: MemoryRule, watch: bool, keep: bool, chunks: Chunks, heads
         def one(j):
             chunk = read(chunks, j)
             state, opened, reads, surprise = run_chunks(
-                rule, watch, slow, read(carried), anchor, initial, chunk, first(group, j)
+                rule, watch, opens, slow, read(carried), anchor, initial, chunk, first(group, j)
             )
             write((results.reads, results.surprise), (reads, surprise), j)
-            if chunk.open is not None:
-                now = jax.tree.map(lambda x, y: jnp.where(chunk.open > 0, x, y), opened, read(results.opened))
-                write(results.opened, now)
+            write(results.opened, jax.tree.map(jnp.add, read(results.opened), opened))
             write(carried, state)
 
         repeat(steps.chunks, one)
@@ -262,7 +257,7 @@ def run_forward(rule: MemoryRule, watch: bool, keep: bool, chunks: Chunks, heads
 def run_backward(rule: MemoryRule, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results):
     """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
     steps = steps_of(chunks, BACKWARD_TOKENS)
-    flags = {"starts": None, "open": None}
+    opens = cotangents.opened is not None
 
     def kernel(chunks, heads, states, cotangents, d_chunks, d_heads, carried, starts):
         step = pl.program_id(1)
@@ -276,9 +271,8 @@ def run_backward(rule: MemoryRule, chunks: Chunks, heads: Heads, states: tuple, 
 
         slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
 
-        def one(j, slow, state, initial, anchor, differentiable):
-            chunk = differentiable._replace(**read({name: getattr(chunks, name) for name in flags}, j))
-            return run_chunks(rule, False, slow, state, anchor, initial, chunk, first(group, j))[:3]
+        def one(j, slow, state, initial, anchor, chunk):
+            return run_chunks(rule, False, opens, slow, state, anchor, initial, chunk, first(group, j))[:3]
 
         def again(j):
             state, *_ = one(j, slow, read(starts, j), initial, anchor, read(chunks, j))
@@ -286,13 +280,11 @@ def run_backward(rule: MemoryRule, chunks: Chunks, heads: Heads, states: tuple, 
 
         def back(j):
             j = steps.chunks - 1 - j
-            primals = (slow, read(starts, j), initial, anchor, read(chunks._replace(**flags), j))
-            (_, opened, _), pull = jax.vjp(functools.partial(one, j), *primals)
-            d_opened = jax.tree.map(jnp.zeros_like, opened)
-            if cotangents.opened is not None:
-                still = read(chunks.open, j) > 0
-                d_opened = jax.tree.map(lambda d: jnp.where(still, d, 0), read(cotangents.opened))
-            d_slow, d_state, d_initial, d_anchor, d_chunk = pull((read(carried), d_opened, read(cotangents.reads, j)))
+            primals = (slow, read(starts, j), initial, anchor, read(chunks, j))
+            _, pull = jax.vjp(functools.partial(one, j), *primals)
+            d_slow, d_state, d_initial, d_anchor, d_chunk = pull(
+                (read(carried), read(cotangents.opened), read(cotangents.reads, j))
+            )
             write(d_chunks, d_chunk, j)
             write(carried, d_state)
             write(summed, jax.tree.map(jnp.add, read(summed), (d_slow, d_initial, d_anchor)))
@@ -307,10 +299,8 @@ def run_backward(rule: MemoryRule, chunks: Chunks, heads: Heads, states: tuple, 
             copy(carried, d_heads.start)
 
     every = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], steps.chunks, *x.shape[1:]), x.dtype), heads.start)
-    inputs, outputs = (chunks, heads, states, cotangents), like((chunks._replace(**flags), heads))
-    d_chunks, d_heads = call(kernel, "memorize_backward", steps, inputs, outputs, [heads.start, every], backwards=True)
-    zeros = {name: None if (x := getattr(chunks, name)) is None else jnp.zeros_like(x) for name in flags}
-    return d_chunks._replace(**zeros), d_heads
+    inputs, outputs = (chunks, heads, states, cotangents), like((chunks, heads))
+    return call(kernel, "memorize_backward", steps, inputs, outputs, [heads.start, every], backwards=True)
 
 
 def first(group, j):
@@ -368,9 +358,33 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     return structure.unflatten(found)
 
 
-def in_lanes(weighing: weighing.Weighing) -> weighing.Weighing:
-    """Numbers that scale matrices as rows of LANES: a kernel's gradient of a scalar is a sum that does not compile."""
-    return dataclasses.replace(weighing, ends=jnp.broadcast_to(weighing.ends, (*weighing.ends.shape[:2], LANES)))
+def pack(weighings: tuple[weighing.Weighing, ...], flags: list) -> tuple[jax.Array, jax.Array, tuple]:
+    """Weighings with leaves [chunks, ...], and flags [chunks], as columns [chunks, tokens, n], rows [chunks, m, lanes]
+    and the G of every matrix.
+
+    Numbers that scale matrices, and flags, fill a row of lanes: a kernel's gradient of a scalar does not compile.
+    """
+    columns = [x for w in weighings for x in (w.beta, w.f) if x is not None]
+    count, tokens, _ = columns[0].shape
+    lanes = -(-tokens // LANES) * LANES
+    rows = [jnp.broadcast_to(w.ends, (*w.ends.shape[:2], lanes)) for w in weighings]
+    rows += [jnp.pad(w.N, ((0, 0), (0, 0), (0, lanes - tokens))) for w in weighings if w.N is not None]
+    rows += [jnp.broadcast_to(flag[:, None, None], (count, 1, lanes)).astype(rows[0].dtype) for flag in flags]
+    return jnp.concatenate(columns, axis=2), jnp.concatenate(rows, axis=1), tuple(w.G for w in weighings)
+
+
+def unpack(columns: jax.Array, rows: jax.Array, Gs: tuple) -> tuple[tuple[weighing.Weighing, ...], list]:
+    """`pack` undone for one chunk; flags as [1, 1]."""
+    matrices, tokens = len(Gs), len(columns)
+    with_momentum = columns.shape[1] == 2 * matrices
+    width, height = (2, 3) if with_momentum else (1, 1)
+    weighings = []
+    for i, G in enumerate(Gs):
+        beta, f = columns[:, width * i : width * i + 1], columns[:, 2 * i + 1 : 2 * i + 2] if with_momentum else None
+        N = rows[height * matrices + i :][:1, :tokens] if with_momentum else None
+        weighings.append(weighing.Weighing(beta, f, G, N, ends=rows[height * i : height * (i + 1)]))
+    flags = jax.lax.stop_gradient(rows[(height + with_momentum) * matrices :, :1])
+    return tuple(weighings), [flags[i : i + 1] for i in range(len(flags))]
 
 
 def fill_lanes(matrices):
