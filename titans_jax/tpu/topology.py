@@ -1,0 +1,163 @@
+"""TPU machines by name: generations of chips, the slices they come in, and described devices to compile for.
+
+A slice has two names, that of its shape (v5e:4x8) and the accelerator type it is ordered by (v5litepod-32); both are
+understood. Some accelerator types count TensorCores, two a chip: v5p-1024 has 512 chips.
+"""
+
+import importlib.util
+import itertools
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from titans_jax.config import ConfigError, did_you_mean
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A kind of chip. Peak, links and slices are those of cloud.google.com/tpu/docs, one page a generation."""
+
+    name: str
+    kind: str
+    """jax's device kind."""
+    ordered_as: str
+    """Accelerator types are this, a dash and a number."""
+    counted: int
+    """What an accelerator type counts a chip as."""
+    devices: int
+    """Devices that jax sees a chip as; they share it evenly."""
+    peak_flops: float
+    """bfloat16 operations per second of a chip."""
+    products: int
+    """Multiply-adds per cycle of a chip's matrix units together. The clock that follows from it and from the peak also
+    puts the compiler's cycles of a program that streams memory at 75 to 81 % of the published bandwidth of each."""
+    hbm: float
+    """Bytes of a chip that a program may use, as the compiler says when one does not fit: a little less than all."""
+    ici: float
+    """Bytes per second that a chip sends to the others of its slice, all its links together."""
+    largest: tuple[int, ...]
+    """Shape of the largest slice; empty where none is described as it is."""
+
+    @property
+    def clock(self) -> float:
+        """Cycles per second."""
+        return self.peak_flops / (2 * self.products)
+
+
+GENERATIONS = {
+    generation.name: generation
+    for generation in (
+        # Two devices a chip are described of a v4, which runs as one.
+        Generation("v4", "TPU v4", "v4", 2, 1, 275e12, 8 * 128**2, 30.75 * GIB, 300e9, ()),
+        Generation("v5e", "TPU v5 lite", "v5litepod", 1, 1, 197e12, 4 * 128**2, 15.75 * GIB, 200e9, (16, 16)),
+        Generation("v5p", "TPU v5", "v5p", 2, 1, 459e12, 8 * 128**2, 95.74 * GIB, 600e9, (16, 16, 24)),
+        Generation("v6e", "TPU v6 lite", "v6e", 1, 1, 918e12, 4 * 256**2, 31.25 * GIB, 400e9, (16, 16)),
+        Generation("tpu7x", "TPU7x", "tpu7x", 2, 2, 2307e12, 8 * 256**2, 189.5 * GIB, 600e9, (16, 24, 24)),
+    )
+}
+
+
+def peak_flops(kind: str) -> float | None:
+    """bfloat16 operations per second of one device of jax's device kind, None where it is not known."""
+    found = [generation for generation in GENERATIONS.values() if generation.kind == kind]
+    return found[0].peak_flops / found[0].devices if found else None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Slices of one shape."""
+
+    generation: Generation
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def chips(self) -> int:
+        """Of all slices."""
+        return self.slices * math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        """v5e:4x8"""
+        return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def ordered_as(self) -> str:
+        """The accelerator type of one slice, v5litepod-32."""
+        return f"{self.generation.ordered_as}-{math.prod(self.shape) * self.generation.counted}"
+
+    def __str__(self) -> str:
+        slices = f"{self.slices} slices of " if self.slices > 1 else ""
+        return f"{slices}{self.name} ({self.ordered_as}), {self.chips} chips"
+
+
+def find_topology(name: str, slices: int = 1) -> Topology:
+    """The topology that a name means, of a shape (v5e:4x8, v6e:16x16) or of an accelerator type (v5litepod-32, v5p-8).
+
+    Raises:
+      ConfigError: there is none of this name; the sentence has the nearest.
+    """
+    known = {name: generation for name, generation in GENERATIONS.items() if generation.largest}
+    by_type = {generation.ordered_as: generation for generation in known.values()}
+    family, separator, size = re.fullmatch(r"([^:-]*)([:-]?)(.*)", name.lower()).groups()
+    generation = (known if separator == ":" else by_type | known).get(family)
+    if generation is None:
+        names = [f"{g.name}:{'x'.join(map(str, g.largest))}" for g in known.values()]
+        near = did_you_mean(family, [*known, *by_type])
+        raise ConfigError(f"there is no topology {name}{near or '; use one such as ' + ', '.join(names)}")
+    shapes = slice_shapes(generation)
+    if re.fullmatch(r"\d+(x\d+)+", size):
+        asked = tuple(map(int, size.split("x")))
+        if asked in shapes:
+            return Topology(generation, asked, slices)
+        chips = math.prod(asked)
+    elif re.fullmatch(r"\d+", size):
+        chips = int(size) / generation.counted
+        found = [shape for shape in shapes if math.prod(shape) == chips]
+        if found:
+            return Topology(generation, min(found, key=sum), slices)  # the one nearest to a cube
+    else:
+        chips = 1
+    near = Topology(generation, min(shapes, key=lambda shape: (abs(math.prod(shape) - chips), sum(shape))))
+    raise ConfigError(f"there is no topology {name}; the nearest is {near.name} ({near.ordered_as})")
+
+
+def slice_shapes(generation: Generation) -> list[tuple[int, ...]]:
+    """Shapes of the slices of a generation, the smallest first."""
+    largest = generation.largest
+    if len(largest) == 2:
+        sides = [2**n for n in range(5)]
+        shapes = [(a, b) for a in sides for b in (a, 2 * a) if b <= largest[1] and (a, b) != (1, 2)]
+    else:  # parts of a cube of 4 x 4 x 4 chips, and whole cubes side by side
+        cubes = itertools.combinations_with_replacement(range(4, largest[-1] + 1, 4), 3)
+        inside = [shape for shape in cubes if math.prod(shape) <= math.prod(largest)]
+        shapes = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *inside]
+    return sorted(shapes, key=math.prod)
+
+
+def describe(topology: Topology) -> list[Any]:
+    """The topology's devices, for the compiler only; nothing can be computed on them.
+
+    Raises:
+      ConfigError: libtpu, which holds the compiler, is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError(
+            "libtpu is not installed, which holds the compiler for TPUs; pip install 'titans-jax[tpu]' (or pip "
+            "install libtpu) brings it, and needs no TPU"
+        )
+    # Without these libtpu asks a metadata server which machine it is on, and lets one process in only.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from jax.experimental import topologies
+
+    options = {} if topology.slices == 1 else {"num_slices": topology.slices}
+    if topology.chips == topology.slices:  # a host has four chips if not told otherwise
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options).devices)
