@@ -23,20 +23,19 @@ from titans_jax.config import ConfigError
 from titans_jax.tpu.topology import find_topology
 
 CHUNKS = 11
-HEADS = 32
-"""Heads of all sequences together."""
 KERNELS = ("memorize", "memorize_backward")
 SLOTS = ("MXU", "VALU", "XLU", "VLOAD", "VSTORE", "VLOAD:FILL", "VSTORE:SPILL")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A memory of two matrices; cycles per token of one head of a first draft, and to reach: forward, and with the
-    backward pass. None where nobody set one."""
+    """Memories of two matrices, `heads` of all sequences together; cycles per token of one head of a first draft, and
+    to reach: forward, and with the backward pass. None where nobody set one."""
 
     head_dim: int
     chunk_size: int
     expansion: int = 4
+    heads: int = 32
     draft: tuple[float | None, float | None] = (None, None)
     target: tuple[float | None, float | None] = (None, None)
 
@@ -184,7 +183,7 @@ def compile_case(topology: str, case: Case, dumps: Path) -> Row:
     from titans_jax.tpu.hlo import Program
     from titans_jax.tpu.topology import describe
 
-    tokens = HEADS * CHUNKS * case.chunk_size
+    tokens = case.heads * CHUNKS * case.chunk_size
     mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
     with jax.set_mesh(mesh):
         traced = jax.jit(gradient(case, "fused")).trace(*inputs(case, mesh))
@@ -192,7 +191,7 @@ def compile_case(topology: str, case: Case, dumps: Path) -> Row:
         for name, program in (("xla_forward", forward), ("xla_both", gradient)):
             compiled = jax.jit(program(case, "chunked")).lower(*inputs(case, mesh)).compile()
             cycles[name] = Program(compiled.as_text()).cycles().total() / tokens
-    heads = {name: HEADS // grid[0] for name, grid in grids(traced.jaxpr.jaxpr).items()}
+    heads = {name: case.heads // grid[0] for name, grid in grids(traced.jaxpr.jaxpr).items()}
     ahead, back = (read_schedule(dumps, name, heads[name]) for name in KERNELS)
     each = [kernel.rows / (kernel.heads * case.chunk_size) for kernel in (ahead, back)]
     return Row(
@@ -234,10 +233,10 @@ def inputs(case: Case, mesh):
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=place)
     width, hidden, time = case.head_dim, case.head_dim * case.expansion, CHUNKS * case.chunk_size
-    matrices = shape((HEADS, width, hidden), jnp.float32), shape((HEADS, hidden, width), jnp.float32)
-    params = {"weights": matrices, "norm_scale": shape((HEADS, width), jnp.float32)}
-    tokens = [shape((HEADS, time, width), jnp.bfloat16)] * 3
-    return params, *tokens, memory.Gates(*[shape((HEADS, time, 2), jnp.float32)] * 3)
+    matrices = shape((case.heads, width, hidden), jnp.float32), shape((case.heads, hidden, width), jnp.float32)
+    params = {"weights": matrices, "norm_scale": shape((case.heads, width), jnp.float32)}
+    tokens = [shape((case.heads, time, width), jnp.bfloat16)] * 3
+    return params, *tokens, memory.Gates(*[shape((case.heads, time, 2), jnp.float32)] * 3)
 
 
 def grids(jaxpr) -> dict[str, tuple[int, ...]]:
