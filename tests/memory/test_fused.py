@@ -59,9 +59,9 @@ def probed(tree):
     return sum(one(x) for x in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def answers(rule, form, params, inputs, lead=(), flags=None, position=0):
+def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradients=True):
     """{reads, state, surprise, gradients by params and by inputs}; `flags` has what is no number: mask, resets, and
-    a traced position."""
+    a traced position. Without gradients, the kernel that keeps nothing for them runs."""
 
     def head(params, x):
         gates = memory.Gates(
@@ -85,9 +85,10 @@ def answers(rule, form, params, inputs, lead=(), flags=None, position=0):
         reads, state, surprise = rows(params, inputs | flags)
         return probed((reads, state)), {"reads": reads, "state": state, "surprise": surprise}
 
-    program = jax.jit(jax.grad(loss, (0, 1), has_aux=True), compiler_options={"xla_backend_optimization_level": 0})
-    gradients, answer = program(params, inputs, flags or {})
-    return answer | {"params": gradients[0], "inputs": gradients[1]}
+    program = jax.grad(loss, (0, 1), has_aux=True) if gradients else loss
+    program = jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})
+    found, answer = program(params, inputs, flags or {})
+    return answer | {"params": found[0], "inputs": found[1]} if gradients else answer
 
 
 def assert_equal(got, wanted, tolerance=FLOAT32, of_gates=None):
@@ -102,22 +103,23 @@ def assert_equal(got, wanted, tolerance=FLOAT32, of_gates=None):
         assert np.sqrt(np.mean((a - b) ** 2)) <= allowed * max(np.sqrt(np.mean(b**2)), 1e-6), name
 
 
-def check(rule, lead=(), tolerance=FLOAT32, of_gates=None, flags=None, position=0, **options):
+def check(rule, lead=(), tolerance=FLOAT32, of_gates=None, flags=None, position=0, gradients=True, **options):
     params, inputs = draw(rule, lead, **options)
     if position or "position" in (flags or {}):
         inputs["state"] = stream(rule, params)
-    run = functools.partial(answers, rule, params=params, inputs=inputs, lead=lead, flags=flags, position=position)
-    assert_equal(run("fused"), run("chunked"), tolerance, of_gates)
+    fused_and_chunked = (
+        answers(rule, form, params, inputs, lead, flags, position, gradients) for form in ("fused", "chunked")
+    )
+    assert_equal(*fused_and_chunked, tolerance, of_gates)
 
 
 def titans(depth=2, **options):
     return presets.titans(depth, 2, CHUNK, **options)
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-def test_titans_of_many_heads(depth):
-    """Rows and heads by two vmaps, and a last chunk that stays open."""
-    check(titans(depth), ROWS_AND_HEADS, time=2 * CHUNK + 3)
+def test_rows_and_heads():
+    """By two vmaps, three matrices, and a last chunk that stays open; other tests have two matrices, and one."""
+    check(titans(3), ROWS_AND_HEADS, time=2 * CHUNK + 3)
 
 
 def test_bfloat16_operands():
@@ -150,9 +152,8 @@ def test_every_other_preset_that_runs(rule):
     [
         (architectures.residual_mlp(2, 2), biases.huber(), algorithms.momentum(), 16),
         (architectures.gated_mlp(2), biases.lp(3), algorithms.gradient_descent(), None),
-        (architectures.linear(), biases.l2(), algorithms.momentum(), None),
     ],
-    ids=["huber", "gated-lp", "linear"],
+    ids=["huber", "gated-lp"],
 )
 def test_other_choices(architecture, bias, algorithm, bias_gate):
     rule = memory.MemoryRule(architecture, bias, retentions.decay(), algorithm, CHUNK)
@@ -190,14 +191,14 @@ def test_documents_and_padding_from_inside_a_chunk():
 
 
 def test_a_state_that_arrives_at_a_static_position():
-    check(titans(), HEADS, position=3, time=2 * CHUNK, head_dim=16)
+    check(titans(), HEADS, position=3, gradients=False, time=2 * CHUNK, head_dim=16)
 
 
 def test_a_reset_inside_a_chunk_is_never_silently_wrong():
     params, inputs = draw(titans(), HEADS, head_dim=16)
     resets = np.zeros((2, 3 * CHUNK), bool)
     resets[0, 3] = True
-    reads = answers(titans(), "fused", params, inputs, HEADS, {"resets": resets})["reads"]
+    reads = answers(titans(), "fused", params, inputs, HEADS, {"resets": resets}, gradients=False)["reads"]
     assert np.isnan(reads[0]).all() and np.isfinite(reads[1]).all()
 
 
