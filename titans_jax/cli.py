@@ -29,6 +29,7 @@ USAGE = """usage: titans COMMAND ...
   models                             every memory rule by name: Table 1 of Miras, from the code
   configs                            the configurations that come with the package
   bench memory | train [...]         speed and memory of the memory core, and of a training step
+  bench schedule [...]               cycles that the TPU compiler schedules for the fused kernel; needs no TPU
   bench recall [...]                 how many facts each kind of memory keeps, against the size of its state
 
 CONFIG is a Python file or the name of a configuration that comes with the package (quickstart, mac_170m, ...).
@@ -207,7 +208,7 @@ def models(arguments: list[str]) -> None:
     table = Table(
         "preset", "memory", "bias", "retention", "its gates", "algorithm", "floats a head", "exact",
         caption=f"floats of a {head_dim}-wide head; exact: the parallel forms give the token-by-token rule, not that "
-        f"of chunks; forms that run them all: {', '.join(FORMS)}",
+        f"of chunks; forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}",
     )  # fmt: skip
     for name, make in presets.PRESETS.items():
         rule, choices = make(), GATES[name]
@@ -245,10 +246,10 @@ def configs(arguments: list[str]) -> None:
 
 
 def bench(arguments: list[str]) -> None:
-    """titans bench memory | train | recall [...]"""
+    """titans bench memory | train | schedule | recall [...]"""
     name, *rest = arguments or [""]
-    if name not in ("memory", "train", "recall"):
-        raise ConfigError(f"there is no benchmark {name!r}; use titans bench memory, train or recall")
+    if name not in ("memory", "train", "schedule", "recall"):
+        raise ConfigError(f"there is no benchmark {name!r}; use titans bench memory, train, schedule or recall")
     importlib.import_module(f"titans_jax.bench.{name}").main(rest)
 
 

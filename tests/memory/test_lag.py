@@ -33,7 +33,7 @@ def lagged(inputs, params, chunk_size):
     return np.array(reads)
 
 
-@pytest.mark.parametrize("form", memory.FORMS)
+@pytest.mark.parametrize("form", miras.FORMS)
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_lag_token_is_the_paper_s_rule(form, chunk_size):
     rule = memory.presets.memora(depth=2, expansion=2, chunk_size=chunk_size, lag_token=True)

@@ -11,6 +11,7 @@ Not on a TPU, the kernel is interpreted: right and slow, for tests.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -28,8 +29,11 @@ FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 512
 others' time; the backward kernel has more to keep."""
 STATE_TOKENS, MOST_CHUNKS = 256, 8
 """Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
-LANES = 128
-VMEM_BYTES = 100 * 2**20
+SUBLANES, LANES = 8, 128
+VMEM_SHARE = 0.75
+"""Of a core's VMEM, what a kernel may use; the rest is the compiler's."""
+BLOCKS_SHARE = 0.6
+"""Of that, what its blocks may take; the rest is for values on their way."""
 
 
 class Chunks(NamedTuple):
@@ -189,19 +193,18 @@ def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, i
 
 
 class Steps(NamedTuple):
-    """The grid: `groups` groups of `chunks` chunks, `heads` heads at a time."""
+    """A head's part of the grid: `groups` groups of `chunks` chunks; `most_heads` at a time, or what VMEM holds."""
 
-    heads: int
+    most_heads: int
     chunks: int
     groups: int
 
 
 def steps_of(chunks: Chunks, tokens: int) -> Steps:
     """As many heads as make `tokens` tokens of a chunk, as many chunks as share a stored state."""
-    n, count, size = chunks.queries.shape[:3]
-    heads = largest_divisor(n, tokens // size)
+    count, size = chunks.queries.shape[1:3]
     group = largest_divisor(count, min(STATE_TOKENS // size, MOST_CHUNKS))
-    return Steps(heads, group, count // group)
+    return Steps(tokens // size, group, count // group)
 
 
 def largest_divisor(n: int, most: int) -> int:
@@ -299,7 +302,7 @@ def run_backward(rule: MemoryRule, chunks: Chunks, heads: Heads, states: tuple, 
             copy(carried, d_heads.start)
 
     every = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], steps.chunks, *x.shape[1:]), x.dtype), heads.start)
-    inputs, outputs = (chunks, heads, states, cotangents), like((chunks, heads))
+    inputs, outputs = (chunks, heads._replace(start=None), states, cotangents), like((chunks, heads))
     return call(kernel, "memorize_backward", steps, inputs, outputs, [heads.start, every], backwards=True)
 
 
@@ -327,14 +330,23 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     scratch: trees of shapes [n, ...] of what stays in VMEM from one step to the next.
     """
 
-    def spec(x):
-        if x.ndim == 3:
-            return pl.BlockSpec((steps.heads, *x.shape[1:]), lambda i, g: (i, 0, 0))
-        index = (lambda i, g: (i, steps.groups - 1 - g, 0, 0)) if backwards else (lambda i, g: (i, g, 0, 0))
-        return pl.BlockSpec((steps.heads, x.shape[1] // steps.groups, *x.shape[2:]), index)
-
     parts = [jax.tree.flatten(tree) for tree in (inputs, outputs, scratch)]
     (inputs, _), (outputs, structure), (scratch, _) = parts
+
+    def of_head(x):
+        return x.shape[1:] if x.ndim == 3 else (x.shape[1] // steps.groups, *x.shape[2:])
+
+    # What comes and goes has two buffers.
+    head_bytes = sum(2 * tiled_bytes(of_head(x), x.dtype) for x in inputs + outputs)
+    head_bytes += sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
+    n, vmem = inputs[0].shape[0], VMEM_SHARE * vmem_bytes()
+    heads = largest_divisor(n, min(steps.most_heads, int(BLOCKS_SHARE * vmem / head_bytes)))
+
+    def spec(x):
+        if x.ndim == 3:
+            return pl.BlockSpec((heads, *of_head(x)), lambda i, g: (i, 0, 0))
+        index = (lambda i, g: (i, steps.groups - 1 - g, 0, 0)) if backwards else (lambda i, g: (i, g, 0, 0))
+        return pl.BlockSpec((heads, *of_head(x)), index)
 
     def flat_kernel(*references):
         trees, references = [], iter(references)
@@ -344,18 +356,28 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
 
     found = pl.pallas_call(
         flat_kernel,
-        grid=(inputs[0].shape[0] // steps.heads, steps.groups),
+        grid=(n // heads, steps.groups),
         in_specs=[spec(x) for x in inputs],
         out_specs=[spec(x) for x in outputs],
         out_shape=outputs,
-        scratch_shapes=[pltpu.VMEM((steps.heads, *x.shape[1:]), x.dtype) for x in scratch],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+        scratch_shapes=[pltpu.VMEM((heads, *x.shape[1:]), x.dtype) for x in scratch],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(vmem)),
         interpret=target_platform() != "tpu",
         name=name,
     )(*inputs)
     return structure.unflatten(found)
+
+
+def vmem_bytes() -> int:
+    """VMEM of a core of what is compiled for; of a large one where there is none."""
+    return pltpu.get_tpu_info().vmem_capacity_bytes if target_platform() == "tpu" else 128 * 2**20
+
+
+def tiled_bytes(shape: tuple[int, ...], dtype) -> int:
+    """Bytes of an array in VMEM, where its last two axes are whole tiles."""
+    *rest, rows, columns = shape
+    tiles = -(-rows // SUBLANES) * -(-columns // LANES)
+    return math.prod(rest) * tiles * SUBLANES * LANES * jnp.dtype(dtype).itemsize
 
 
 def pack(weighings: tuple[weighing.Weighing, ...], flags: list) -> tuple[jax.Array, jax.Array, tuple]:

@@ -1,0 +1,238 @@
+"""The fused form against the chunked form, in value and in every gradient; interpreted, as there is no TPU here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from titans_jax import memory
+from titans_jax.memory import algorithms, architectures, biases, fused, presets, retentions
+
+CHUNK = 8
+FLOAT32, BFLOAT16, BFLOAT16_GATES = 1e-5, 5e-3, 2e-2
+GATES = ("log_retention", "log_momentum", "step_size", "bias_gate")
+HEADS, ROWS_AND_HEADS = (2,), (2, 2)
+
+
+def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate=None):
+    """(params, inputs): leaves [..., head_dim or hidden] of as many heads and rows as `lead` has."""
+    generator = np.random.default_rng(0)
+    normal = lambda *shape: generator.normal(size=shape).astype(np.float32)  # noqa: E731
+    uniform = lambda low, high, *shape: generator.uniform(low, high, shape).astype(np.float32)  # noqa: E731
+    shapes, tokens, steps = rule.shapes(head_dim), (*lead, time), rule.algorithm.steps
+    written = tokens if steps == 1 else (*tokens, steps)
+    slow = rule.algorithm.slow(rule.architecture, head_dim)
+    params = {name: np.asarray(x) * uniform(0.7, 1.3, *lead[-1:], *x.shape) for name, x in slow.items()}
+    params["weights"] = tuple(normal(*lead[-1:], *shape) / np.float32(shape[0] ** 0.5) for shape in shapes)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+    inputs = {
+        "queries": unit(normal(*tokens, head_dim)),
+        "keys": unit(normal(*written, head_dim)),
+        "values": normal(*written, head_dim),
+        "log_retention": np.log(uniform(0.6, 1, *tokens, len(shapes))),
+        "step_size": uniform(0.005, 0.02, *written, len(shapes)),
+    }
+    if rule.algorithm.has_momentum:
+        inputs["log_momentum"] = np.log(uniform(0.1, 0.9, *tokens, len(shapes)))
+    if rule.bias.takes_gate:
+        inputs["bias_gate"] = uniform(0.3, 1.5, *written, *(() if bias_gate is None else (bias_gate,)))
+    for name in ("queries", "keys", "values"):
+        inputs[name] = jnp.asarray(inputs[name], dtype)
+    return params, inputs
+
+
+def stream(rule, params):
+    """Matrices of a state that arrives inside a chunk."""
+    like = lambda scale: tuple(w * scale for w in params["weights"])  # noqa: E731
+    momentum = like(np.float32(0.03)) if rule.algorithm.has_momentum else ()
+    return {"weights": like(np.float32(0.9)), "momentum": momentum, "anchor": like(np.float32(1.1))}
+
+
+def probed(tree):
+    """A scalar that weighs every number of a tree differently."""
+
+    def one(x):
+        return jnp.sum(x * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape))
+
+    return sum(one(x) for x in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradients=True):
+    """{reads, state, surprise, gradients by params and by inputs}; `flags` has what is no number: mask, resets, and
+    a traced position. Without gradients, the kernel that keeps nothing for them runs."""
+
+    def head(params, x):
+        gates = memory.Gates(
+            x["log_retention"],
+            x.get("log_momentum"),
+            x["step_size"],
+            x.get("mask"),
+            x.get("bias_gate"),
+        )
+        state = memory.init_state(rule, params)
+        if "state" in x:
+            state = memory.MemoryState(**x["state"], position=x.get("position", position))
+        tokens = (x[name] for name in ("queries", "keys", "values"))
+        return memory.memorize(rule, params, state, *tokens, gates, form, resets=x.get("resets"), return_surprise=True)
+
+    rows = head
+    for i in range(len(lead)):
+        rows = jax.vmap(rows, (0 if i == 0 else None, 0))
+
+    def loss(params, inputs, flags):
+        reads, state, surprise = rows(params, inputs | flags)
+        return probed((reads, state)), {"reads": reads, "state": state, "surprise": surprise}
+
+    program = jax.grad(loss, (0, 1), has_aux=True) if gradients else loss
+    program = jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})
+    found, answer = program(params, inputs, flags or {})
+    return answer | {"params": found[0], "inputs": found[1]} if gradients else answer
+
+
+def assert_equal(got, wanted, tolerance=FLOAT32, of_gates=None):
+    """Relative RMS of every leaf, nothing left out."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True)
+    for (path, a), b in pairs:
+        name = jax.tree_util.keystr(path)
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.all(np.isfinite(b)), name
+        allowed = of_gates if of_gates and any(gate in name for gate in GATES) else tolerance
+        assert np.sqrt(np.mean((a - b) ** 2)) <= allowed * max(np.sqrt(np.mean(b**2)), 1e-6), name
+
+
+def check(rule, lead=(), tolerance=FLOAT32, of_gates=None, flags=None, position=0, gradients=True, **options):
+    params, inputs = draw(rule, lead, **options)
+    if position or "position" in (flags or {}):
+        inputs["state"] = stream(rule, params)
+    fused_and_chunked = (
+        answers(rule, form, params, inputs, lead, flags, position, gradients) for form in ("fused", "chunked")
+    )
+    assert_equal(*fused_and_chunked, tolerance, of_gates)
+
+
+def titans(depth=2, **options):
+    return presets.titans(depth, 2, CHUNK, **options)
+
+
+def test_rows_and_heads():
+    """By two vmaps, three matrices, and a last chunk that stays open; other tests have two matrices, and one."""
+    check(titans(3), ROWS_AND_HEADS, time=2 * CHUNK + 3)
+
+
+def test_bfloat16_operands():
+    check(titans(), HEADS, BFLOAT16, BFLOAT16_GATES, head_dim=64, dtype=jnp.bfloat16)
+
+
+def plain(rule, tokens=1):
+    """Scalar gates, as the kernel takes them."""
+    gate = np.zeros((tokens, len(rule.shapes(4))), np.float32)
+    return memory.Gates(gate, gate if rule.algorithm.has_momentum else None, gate)
+
+
+RUNNING = {name: make() for name, make in presets.PRESETS.items() if fused.runs(make(), plain(make()))}
+# What linear attentions write is one rule, and only gates make them differ.
+DISTINCT = {rule: name for name, rule in RUNNING.items()}
+
+
+def test_which_presets_run():
+    assert {"titans", "ttt_linear", "ttt_mlp", "yaad", "deltanet", "longhorn", "mamba2", "mesa"} <= set(RUNNING)
+    assert not {"moneta", "memora", "gated_deltanet", "delta_product"} & set(RUNNING)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in DISTINCT if DISTINCT[rule] != "titans"], ids=DISTINCT.get)
+def test_every_other_preset_that_runs(rule):
+    check(rule, time=rule.chunk_size + 3, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    "architecture, bias, algorithm, bias_gate",
+    [
+        (architectures.residual_mlp(2, 2), biases.huber(), algorithms.momentum(), 16),
+        (architectures.gated_mlp(2), biases.lp(3), algorithms.gradient_descent(), None),
+    ],
+    ids=["huber", "gated-lp"],
+)
+def test_other_choices(architecture, bias, algorithm, bias_gate):
+    rule = memory.MemoryRule(architecture, bias, retentions.decay(), algorithm, CHUNK)
+    check(rule, HEADS, head_dim=16, bias_gate=bias_gate)
+
+
+def test_chunks_that_share_a_stored_state(monkeypatch):
+    """One head without a vmap; the backward kernel comes to every chunk's start once more."""
+    monkeypatch.setattr(fused, "STATE_TOKENS", 4 * CHUNK)
+    shared = {}
+    for chunks in (4, 5, 6):
+        queries = np.zeros((1, chunks, CHUNK, 16), np.float32)
+        found = fused.steps_of(fused.Chunks(queries, *[None] * 6), fused.BACKWARD_TOKENS)
+        shared[chunks] = (found.chunks, found.groups)
+    assert shared == {4: (4, 1), 5: (1, 5), 6: (3, 2)}
+    check(titans(1), time=6 * CHUNK, head_dim=48)
+
+
+def test_documents():
+    """A row of two documents beside a row of one."""
+    resets = np.zeros((2, 3 * CHUNK), bool)
+    resets[0, [0, 2 * CHUNK]] = True
+    check(titans(), HEADS, flags={"resets": resets}, head_dim=16)
+
+
+def test_documents_and_padding_from_inside_a_chunk():
+    """A row of documents, and a row whose state arrives inside a chunk, which one is known only when it runs, and whose
+    end is padding, which spans a whole chunk and some."""
+    time = 3 * CHUNK
+    flags = {"position": np.array([0, 5], np.int32), "resets": np.zeros((2, time), bool)}
+    flags["resets"][0, CHUNK] = True
+    flags["mask"] = np.ones((2, time), bool)
+    flags["mask"][1, CHUNK + 5 :] = False
+    check(titans(), HEADS, flags=flags, head_dim=16)
+
+
+def test_a_state_that_arrives_at_a_static_position():
+    check(titans(), HEADS, position=3, gradients=False, time=2 * CHUNK, head_dim=16)
+
+
+def test_a_reset_inside_a_chunk_is_never_silently_wrong():
+    params, inputs = draw(titans(), HEADS, head_dim=16)
+    resets = np.zeros((2, 3 * CHUNK), bool)
+    resets[0, 3] = True
+    reads = answers(titans(), "fused", params, inputs, HEADS, {"resets": resets}, gradients=False)["reads"]
+    assert np.isnan(reads[0]).all() and np.isfinite(reads[1]).all()
+
+
+def test_a_sequence_in_two_calls():
+    rule, split = titans(), CHUNK + 5
+    params, inputs = draw(rule, head_dim=16, time=3 * CHUNK)
+
+    def call(state, begin, end):
+        x = {name: leaf[begin:end] for name, leaf in inputs.items()}
+        tokens = (x[name] for name in ("queries", "keys", "values"))
+        gates = memory.Gates(x["log_retention"], x["log_momentum"], x["step_size"])
+        return jax.jit(functools.partial(memory.memorize, rule, form="fused"))(params, state, *tokens, gates)
+
+    start = memory.init_state(rule, jax.tree.map(jnp.asarray, params))
+    whole, end = call(start, 0, 3 * CHUNK)
+    first, state = call(start, 0, split)
+    second, last = call(state, split, 3 * CHUNK)
+    assert_equal({"reads": np.concatenate([first, second]), "end": last.weights}, {"reads": whole, "end": end.weights})
+
+
+@pytest.mark.parametrize(
+    "rule, changed",
+    [
+        (titans(), {"log_key_retention": np.zeros((CHUNK, 16), np.float32)}),
+        (titans(), {"value_step_size": np.ones((CHUNK, 16), np.float32)}),
+        (presets.memora(expansion=2, chunk_size=CHUNK), {}),
+        (presets.gated_deltanet(), {}),
+    ],
+    ids=["channel-wise retention", "channel-wise step size", "nonlinear retention", "decay first"],
+)
+def test_rules_that_it_cannot_run_are_refused(rule, changed):
+    params = memory.init_params(rule, jax.random.key(0), 16)
+    x = np.zeros((CHUNK, 16), np.float32)
+    gate = np.zeros((CHUNK,), np.float32)
+    gates = memory.Gates(gate, gate if rule.algorithm.has_momentum else None, gate, **changed)
+    with pytest.raises(ValueError, match="form is 'fused': .*use form='chunked'"):
+        memory.memorize(rule, params, memory.init_state(rule, params), x, x, x, gates, "fused")

@@ -1,0 +1,306 @@
+"""`titans bench schedule`: what the TPU compiler schedules for the fused kernel, in cycles per token of one head.
+
+No TPU is needed, and the figures do not vary: they are rows of the final schedule, one cycle each, of one step of the
+kernel's grid, divided by the tokens that the step takes. They are the compiler's, not a clock's: what stalls on HBM is
+not in them. Every sequence here has a prime number of chunks, so that no loop over chunks hides its turns.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titans_jax.arguments import parse
+from titans_jax.config import ConfigError
+from titans_jax.tpu.topology import find_topology
+
+CHUNKS = 11
+KERNELS = ("memorize", "memorize_backward")
+SLOTS = ("MXU", "VALU", "XLU", "VLOAD", "VSTORE", "VLOAD:FILL", "VSTORE:SPILL")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Memories of two matrices, `heads` of all sequences together; cycles per token of one head of a first draft, and
+    to reach: forward, and with the backward pass. None where nobody set one."""
+
+    head_dim: int
+    chunk_size: int
+    expansion: int = 4
+    heads: int = 32
+    draft: tuple[float | None, float | None] = (None, None)
+    target: tuple[float | None, float | None] = (None, None)
+
+    def __str__(self) -> str:
+        return f"{self.head_dim}, {self.head_dim * self.expansion}"
+
+
+CASES = (
+    Case(64, 16),
+    Case(64, 64, draft=(10.0, 61.0), target=(8.0, 40.0)),
+    Case(64, 256, draft=(7.8, 37.0), target=(6.5, 28.0)),
+    Case(128, 256, draft=(13.5, 74.0), target=(12.0, 45.0)),
+)
+
+
+@dataclass(frozen=True)
+class ScheduleBenchOptions:
+    """Compile the fused kernel for TPUs and print its schedule, (head_dim, hidden) x chunk size."""
+
+    topologies: tuple[str, ...] = ("v6e:1x1",)
+    """What to compile for, for example v6e:1x1 v5e:1x1 v5p:2x2x1."""
+    chunk_sizes: tuple[int, ...] = ()
+    """Only cases with these chunk sizes; empty takes all."""
+    output: str = "runs/bench_schedule"
+    """Folder for schedule.csv and schedule.png."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One kernel: heads of a grid step, rows of its schedule, and the share of each kind of slot that they fill."""
+
+    heads: int
+    rows: int
+    slots: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; figures are cycles per token of one head, None with nothing to compare with.
+
+    outside: what the training program does around the kernels, gates to coefficients most of all. xla_forward,
+    xla_both: the chunked form as XLA compiles it, by the compiler's estimates.
+    """
+
+    topology: str
+    head_dim: int
+    hidden: int
+    chunk_size: int
+    forward: float
+    both: float
+    outside: float
+    xla_forward: float
+    xla_both: float
+    forward_heads: int
+    backward_heads: int
+    forward_slots: dict[str, float]
+    backward_slots: dict[str, float]
+
+
+def main(arguments: list[str]) -> None:
+    """titans bench schedule [--field value ...]"""
+    from rich.console import Console
+    from rich.table import Table
+
+    options = parse("titans bench schedule", ScheduleBenchOptions, arguments, ScheduleBenchOptions())
+    topologies = [find_topology(name).name for name in options.topologies]
+    known = {case.chunk_size for case in CASES}
+    if unknown := set(options.chunk_sizes) - known:
+        raise ConfigError(f"chunk_sizes has {min(unknown)}; use any of {', '.join(map(str, sorted(known)))}")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ConfigError("libtpu, which holds the compiler for TPUs, is not installed; pip install libtpu brings it")
+    table = Table(
+        "topology", "head_dim, hidden", "chunk", "heads a step", "forward", "first draft -> to reach",
+        "forward + backward", "first draft -> to reach", "outside", "XLA form",
+        title="scheduled cycles per token of one head",
+    )  # fmt: skip
+    slots = Table("topology", "head_dim, hidden", "chunk", "kernel", *SLOTS, title="slots that the schedule fills")
+    rows, console = [], Console()
+    for topology in topologies:
+        for case in (case for case in CASES if not options.chunk_sizes or case.chunk_size in options.chunk_sizes):
+            with console.status(f"{topology}, head_dim {case.head_dim}, chunk {case.chunk_size}"):
+                row = measure(topology, case)
+            rows.append(row)
+            name = (topology, str(case), str(case.chunk_size))
+            aims = [_aim(*pair) for pair in zip(case.draft, case.target, strict=True)]
+            table.add_row(
+                *name, f"{row.forward_heads}, {row.backward_heads}", f"{row.forward:.1f}", aims[0], f"{row.both:.1f}",
+                aims[1], f"{row.outside:.1f}", f"{row.xla_forward:.0f}, {row.xla_both:.0f}",
+            )  # fmt: skip
+            for kernel, filled in zip(KERNELS, (row.forward_slots, row.backward_slots), strict=True):
+                slots.add_row(*name, kernel, *(f"{filled[slot]:.0%}" for slot in SLOTS))
+            folder = save(rows, Path(options.output))
+    console.print(table)
+    console.print(slots)
+    console.print(
+        "Aims are those for v6e. Heads a step: of the forward, and of the backward kernel. Outside: around the "
+        "kernels, by the compiler's estimates, as are the XLA form's figures (forward, and with the backward pass). "
+        f"Here every chunk's start state is stored; where k chunks share one, as up to {_chunks_a_state()}, the "
+        "backward kernel runs the writes of k - 1 of k chunks once more, which costs at most that part of the forward."
+    )
+    console.print(f"saved {folder}")
+
+
+def _aim(draft: float | None, target: float | None) -> str:
+    return "none" if target is None else f"{draft:g} -> {target:g}"
+
+
+def _chunks_a_state() -> str:
+    from titans_jax.memory import fused
+
+    numbers = {case.chunk_size: min(fused.STATE_TOKENS // case.chunk_size, fused.MOST_CHUNKS) for case in CASES}
+    return ", ".join(f"{number} of {size} tokens" for size, number in numbers.items() if number > 1)
+
+
+# One case, in a process of its own: the compiler reads where to write its schedules when it starts
+
+
+def measure(topology: str, case: Case) -> Row:
+    """Compile a case for a topology.
+
+    Raises:
+      RuntimeError: the compiler failed; with the end of what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": "final_hlo-static"}
+        compiler = {
+            "JAX_PLATFORMS": "cpu",
+            "LIBTPU_INIT_ARGS": " ".join(f"--xla_jf_dump_{name}={value}" for name, value in flags.items()),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, topology, json.dumps(asdict(case)), folder],
+            env=os.environ | compiler,
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise RuntimeError(f"compiling head_dim {case.head_dim} for {topology} failed: {done.stderr[-2000:]}")
+    return Row(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def compile_case(topology: str, case: Case, dumps: Path) -> Row:
+    """`measure`, in the process that the compiler was told in to write its schedules to `dumps`."""
+    import jax
+
+    from titans_jax.tpu.hlo import Program
+    from titans_jax.tpu.topology import describe
+
+    tokens = case.heads * CHUNKS * case.chunk_size
+    mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(gradient(case, "fused")).trace(*inputs(case, mesh))
+        cycles = {"outside": Program(traced.lower().compile().as_text()).cycles().total() / tokens}
+        for name, program in (("xla_forward", forward), ("xla_both", gradient)):
+            compiled = jax.jit(program(case, "chunked")).lower(*inputs(case, mesh)).compile()
+            cycles[name] = Program(compiled.as_text()).cycles().total() / tokens
+    heads = {name: case.heads // grid[0] for name, grid in grids(traced.jaxpr.jaxpr).items()}
+    ahead, back = (read_schedule(dumps, name, heads[name]) for name in KERNELS)
+    each = [kernel.rows / (kernel.heads * case.chunk_size) for kernel in (ahead, back)]
+    return Row(
+        topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0], sum(each), **cycles,
+        forward_heads=ahead.heads, backward_heads=back.heads, forward_slots=ahead.slots, backward_slots=back.slots,
+    )  # fmt: skip
+
+
+def forward(case: Case, form: str):
+    """The reads of all heads, with a gate of every token."""
+    import jax
+
+    from titans_jax import memory
+
+    rule = memory.presets.titans(depth=2, expansion=case.expansion, chunk_size=case.chunk_size)
+
+    def head(params, queries, keys, values, gates):
+        return memory.memorize(rule, params, memory.init_state(rule, params), queries, keys, values, gates, form)[0]
+
+    return jax.vmap(head)
+
+
+def gradient(case: Case, form: str):
+    """The gradient of a scalar of all reads, with respect to everything."""
+    import jax
+    import jax.numpy as jnp
+
+    reads = forward(case, form)
+    return jax.grad(lambda *arguments: jnp.sum(jnp.square(reads(*arguments))), argnums=(0, 1, 2, 3, 4))
+
+
+def inputs(case: Case, mesh):
+    """Shapes of what `forward` takes: bfloat16 tokens, all else float32."""
+    import jax
+    import jax.numpy as jnp
+
+    from titans_jax import memory
+
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=place)
+    width, hidden, time = case.head_dim, case.head_dim * case.expansion, CHUNKS * case.chunk_size
+    matrices = shape((case.heads, width, hidden), jnp.float32), shape((case.heads, hidden, width), jnp.float32)
+    params = {"weights": matrices, "norm_scale": shape((case.heads, width), jnp.float32)}
+    tokens = [shape((case.heads, time, width), jnp.bfloat16)] * 3
+    return params, *tokens, memory.Gates(*[shape((case.heads, time, 2), jnp.float32)] * 3)
+
+
+def grids(jaxpr) -> dict[str, tuple[int, ...]]:
+    """The grid of every Pallas kernel of a program, by the kernel's name."""
+    from jax.extend.core import jaxprs_in_params
+
+    found = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            found[equation.params["name"]] = equation.params["grid_mapping"].grid
+        else:
+            for inner in jaxprs_in_params(equation.params):
+                found |= grids(inner)
+    return found
+
+
+def read_schedule(dumps: Path, kernel: str, heads: int) -> Schedule:
+    """The final schedule of a kernel: four lines of header (names of slots and how many there are), then a row a bundle
+    with the slots it uses."""
+    (file,) = dumps.glob(f"*-{kernel}.*-final_hlo-static-per-bundle-utilization.txt")
+    _, names, capacity, _, *bundles = file.read_text().splitlines()
+    used = [sum(column) for column in zip(*(map(int, bundle.split()) for bundle in bundles), strict=True)]
+    there = [int(number) * len(bundles) for number in capacity.split()]
+    shares = {name: a / b for name, a, b in zip(names.split(", "), used, there, strict=True)}
+    return Schedule(heads, len(bundles), shares)
+
+
+def save(rows: list[Row], folder: Path) -> Path:
+    """schedule.csv with every row, and schedule.png: forward, and forward + backward, beside the XLA form."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    flat = []
+    for row in rows:
+        plain = asdict(row)
+        for kernel in ("forward", "backward"):
+            plain |= {f"{kernel} {slot}": share for slot, share in plain.pop(f"{kernel}_slots").items()}
+        flat.append(plain)
+    with open(folder / "schedule.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, flat[0])
+        writer.writeheader()
+        writer.writerows(flat)
+    figure, axes = pyplot.subplots(figsize=(2 + 1.6 * len(rows), 4), layout="constrained")
+    bars = {
+        "fused, forward": [row.forward for row in rows],
+        "fused, forward + backward": [row.both for row in rows],
+        "XLA, forward": [row.xla_forward for row in rows],
+        "XLA, forward + backward": [row.xla_both for row in rows],
+    }
+    for i, (label, heights) in enumerate(bars.items()):
+        drawn = axes.bar([place + 0.2 * (i - 1.5) for place in range(len(rows))], heights, 0.2, label=label)
+        axes.bar_label(drawn, fmt="%.3g", fontsize=7)
+    labels = [f"{row.topology}\n{row.head_dim}, {row.hidden}\nchunk {row.chunk_size}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels)
+    axes.set(ylabel="scheduled cycles per token of one head", yscale="log")
+    axes.legend(fontsize=7)
+    figure.savefig(folder / "schedule.png", dpi=150)
+    pyplot.close(figure)
+    return folder
+
+
+if __name__ == "__main__":
+    name, description, folder = sys.argv[1:]
+    print(json.dumps(asdict(compile_case(name, Case(**json.loads(description)), Path(folder)))))
