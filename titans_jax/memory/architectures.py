@@ -79,8 +79,6 @@ class ResidualMlp(Mlp):
 
     normalized = True
 
-    normalized = True
-
     def read(self, linear, params, x):
         return x + layer_norm(super().read(linear, params, x), params["norm_scale"])
 

@@ -50,8 +50,8 @@ class MemoryRule:
                 )
         if self.retention.positive and not self.architecture.normalized:
             raise ValueError(
-                f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative ones; "
-                "use residual_mlp, whose norm takes the mean out, or decay()."
+                f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative "
+                "ones; use residual_mlp, whose norm takes the mean out, or decay()."
             )
         plain = isinstance(self.architecture, Linear) and self.bias.affine and self.retention.linear
         if self.algorithm.linear_only and not plain:
@@ -64,7 +64,8 @@ class MemoryRule:
     def exact(self) -> bool:
         """Whether the parallel forms give the token-by-token rule: its gradients do not depend on where they are taken,
         or every token is a chunk of its own."""
-        return self.chunk_size == 1 or isinstance(self.algorithm, LeastSquares) or isinstance(self.bias, DotProduct)
+        hebbian = isinstance(self.bias, DotProduct) and isinstance(self.architecture, Linear)
+        return self.chunk_size == 1 or isinstance(self.algorithm, LeastSquares) or hebbian
 
     def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """[in, out] of every fast matrix."""
