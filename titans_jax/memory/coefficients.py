@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import Gates
 
 # A gate below exp(-30) ~ 1e-13 cuts: nothing from before it survives it. Products across a cut are exactly 0, and the
@@ -22,6 +23,9 @@ from titans_jax.memory.types import Gates
 LOG_CUT = -30.0
 
 TILE = 16
+"""Tokens of a tile. Smaller tiles take fewer exponentials, which is what a CPU's time goes into."""
+LANES = 128
+"""Numbers side by side in a TPU's register: a narrower tile costs it as much as one of so many tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +55,8 @@ def coefficients(log_retention, log_momentum, step_size, mask=None, resets=None)
         log_retention, step_size = jnp.where(mask, log_retention, 0), jnp.where(mask, step_size, 0)
         log_momentum = None if log_momentum is None else jnp.where(mask, log_momentum, 0)
     inputs = (log_retention, log_momentum, step_size, mask, resets)
-    size = TILE if step_size.shape[0] % TILE == 0 else step_size.shape[0]
+    tokens, size = step_size.shape[0], LANES if target_platform() == "tpu" else TILE
+    size = size if tokens % size == 0 else tokens
     return join(jax.vmap(tile)(*jax.tree.map(lambda x: x.reshape(-1, size), inputs)))
 
 
@@ -59,16 +64,19 @@ def tile(log_retention, log_momentum, step_size, mask, resets) -> Coefficients:
     """Coefficients of a few tokens, by masked differences of cumulative logs (papers 1.6.6)."""
     kept, beta = products(log_retention, resets)
     if log_momentum is None:
-        restart = None if resets is None else (kept @ restarted(log_retention, resets), None, None)
+        restart = None if resets is None else (matmul(kept, restarted(log_retention, resets)), None, None)
         return Coefficients(beta, None, None, kept * -step_size[None, :], None, restart)
     carried, p = products(log_momentum, resets)
     N = carried * -step_size[None, :]
     added = kept if mask is None else kept * mask.astype(kept.dtype)[None, :]
     restart = None
     if resets is not None:
-        p_restart = carried @ restarted(log_momentum, resets)
-        restart = (kept @ restarted(log_retention, resets), added @ p_restart, p_restart)
-    return Coefficients(beta, added @ p, p, added @ N, N, restart)
+        p_restart = matmul(carried, restarted(log_momentum, resets))
+        restart = (matmul(kept, restarted(log_retention, resets)), matmul(added, p_restart), p_restart)
+    return Coefficients(beta, matmul(added, p), p, matmul(added, N), N, restart)
+
+
+matmul = functools.partial(jnp.matmul, precision="highest")  # a TPU's default has three digits
 
 
 def join(tiles: Coefficients) -> Coefficients:
