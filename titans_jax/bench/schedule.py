@@ -53,7 +53,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class ScheduleBenchOptions:
-    """Compile the fused kernel for TPUs and print its schedule, (head_dim, hidden) x chunk size."""
+    """Compile the fused kernel for TPUs and print its schedule, (head_dim, hidden) x chunk size; minutes a case."""
 
     topologies: tuple[str, ...] = ("v6e:1x1",)
     """What to compile for, for example v6e:1x1 v5e:1x1 v5p:2x2x1."""
@@ -74,7 +74,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; figures are cycles per token of one head, None with nothing to compare with.
+    """One line of the table; figures are cycles per token of one head.
 
     outside: what the training program does around the kernels, gates to coefficients most of all. xla_forward,
     xla_both: the chunked form as XLA compiles it, by the compiler's estimates.
