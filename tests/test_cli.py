@@ -80,7 +80,7 @@ def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys,
         (["generate", "/nowhere", "--top_p", "2"], 2, "top_p is 2.0; use a number in (0, 1]"),
         (["generate", "/nowhere", "--tempo", "2"], 2, "there is no field tempo; did you mean temperature?"),
         (["evaluate", "/nowhere"], 1, "/nowhere is not a run folder"),
-        (["bench", "speed"], 2, "there is no benchmark 'speed'; use titans bench memory, train or recall"),
+        (["bench", "speed"], 2, "there is no benchmark 'speed'; use titans bench memory, train, schedule or recall"),
         (["models", "all"], 2, "titans models takes no arguments, not all"),
     ],
 )

@@ -30,9 +30,9 @@ others' time; the backward kernel has more to keep."""
 STATE_TOKENS, MOST_CHUNKS = 256, 8
 """Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
 SUBLANES, LANES = 8, 128
-VMEM_SHARE = 0.75
+VMEM_SHARE = 0.8
 """Of a core's VMEM, what a kernel may use; the rest is the compiler's."""
-BLOCKS_SHARE = 0.6
+BLOCKS_SHARE = 0.75
 """Of that, what its blocks may take; the rest is for values on their way."""
 
 
