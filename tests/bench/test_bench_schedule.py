@@ -1,4 +1,4 @@
-"""`titans bench schedule`: one small kernel compiled for a TPU that is not there, and the reader of schedules."""
+"""`titans bench schedule`: one small kernel compiled for a TPU that is not there."""
 
 import importlib.util
 
@@ -21,13 +21,6 @@ def test_the_kernels_compile_for_a_tpu():
     assert 0 < row.xla_forward < row.xla_both
     for slots in (row.forward_slots, row.backward_slots):
         assert 0 < slots["MXU"] and all(0 <= share <= 1 for share in slots.values())
-
-
-def test_a_schedule_is_read(tmp_path):
-    lines = ["== CAPACTIY:", "MXU, VALU", "    2     4", "== UTILIZATION:", "0 1", "2 4", "1 3"]
-    (tmp_path / "17-memorize.1-00-final_hlo-static-per-bundle-utilization.txt").write_text("\n".join(lines))
-    read = schedule.read_schedule(tmp_path, "memorize", heads=2)
-    assert read == schedule.Schedule(2, 3, {"MXU": 3 / 6, "VALU": 8 / 12})
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def test_estimate_is_of_this_step(lmm):
     assert 0 < lmm.utilisation < 1
     assert lmm.tokens_per_second * lmm.step_seconds == pytest.approx(4 * 256 / 4)
     assert any("collectives" in sentence for sentence in lmm.leaves_out)
+    assert lmm.kernels.calls == lmm.kernels.scheduled > 0
+    assert set(lmm.kernels.cycles) == {"memorize", "memorize_backward"} and 0 < lmm.kernel_share < 1
 
 
 def test_no_collective_runs_per_chunk(lmm):
@@ -71,6 +73,8 @@ def test_no_collective_runs_per_chunk(lmm):
     calls = [sum(collective.calls for collective in report.collectives) for report in (lmm, longer)]
     assert calls[1] == calls[0]
     assert longer.cycles["memory/weighing"] > 1.9 * lmm.cycles["memory/weighing"]  # the scan turns twice as often
+    for kernel, cycles in lmm.kernels.cycles.items():
+        assert longer.kernels.cycles[kernel] == pytest.approx(2 * cycles, rel=0.1)
 
 
 def test_only_gradients_cross_slices():

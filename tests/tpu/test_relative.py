@@ -8,12 +8,13 @@ from rich.console import Console
 from titans_jax.config import Config
 from titans_jax.tpu import relative
 from titans_jax.tpu.compile import DoesNotFit, Report
-from titans_jax.tpu.hlo import Kernels
+from titans_jax.tpu.schedules import Kernels
 from titans_jax.tpu.topology import GENERATIONS
 
 
 def compiler(config, topology):
-    """Attention costs a token as much as its row is long, a memory 4096; MAC does not fit, and MAG has a kernel."""
+    """Attention costs a token as much as its row is long, a memory 4096, half of it a kernel's; MAC does not fit, and
+    MAG has calls of a kernel without a schedule."""
     (block,), data = config.model.pattern, config.data
     if block == "mac":
         raise DoesNotFit("too large", 0)
@@ -29,8 +30,8 @@ def compiler(config, topology):
         hbm={},
         host=0.0,
         flops=1e12,
-        cycles=Counter({"memory/engine": cycles}),
-        kernels=Kernels(calls=3 if block == "mag" else 0),
+        cycles=Counter({"memory/engine": cycles // 2, "kernel memorize": cycles // 2}),
+        kernels=Kernels(3, 1 if block == "mag" else 3, Counter({"memorize": cycles // 2})),
         collectives=[],
         unknown_loops=0,
     )
@@ -47,6 +48,7 @@ def test_comparison_is_written_as_csv_and_plot(monkeypatch, tmp_path):
     clock = 459e12 / (2 * 8 * 128**2)
     assert float(rows["transformer", 2048]["tokens_per_second"]) == round(clock / 2048 / 4)  # of the slice's four chips
     assert rows["mac", 2048]["most_cycles"] == "does not fit"
-    assert rows["mag", 2048]["relative"] == ""  # its kernel states no cost
-    assert rows["mag", 2048]["kernels"] == "3 calls, 0 of stated cost"
+    assert rows["lmm", 2048]["kernels"] == "50% of the cycles"
+    assert rows["mag", 2048]["relative"] == ""
+    assert rows["mag", 2048]["kernels"] == "50% of the cycles, 2 calls without a schedule"
     assert (tmp_path / "relative_v5p.png").stat().st_size > 5000

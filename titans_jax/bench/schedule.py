@@ -10,17 +10,14 @@ from __future__ import annotations
 import csv
 import functools
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titans_jax.arguments import parse
 from titans_jax.config import ConfigError
-from titans_jax.tpu.topology import find_topology
+from titans_jax.tpu import schedules
+from titans_jax.tpu.hlo import Program
+from titans_jax.tpu.topology import describe, find_topology
 
 CHUNKS = 11
 KERNELS = ("memorize", "memorize_backward")
@@ -61,15 +58,6 @@ class ScheduleBenchOptions:
     """Only cases with these chunk sizes; empty takes all."""
     output: str = "runs/bench_schedule"
     """Folder for schedule.csv and schedule.png."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One kernel: heads of a grid step, rows of its schedule, and the share of each kind of slot that they fill."""
-
-    heads: int
-    rows: int
-    slots: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -150,53 +138,27 @@ def _chunks_a_state() -> str:
     return ", ".join(f"{number} of {size} tokens" for size, number in numbers.items() if number > 1)
 
 
-# One case, in a process of its own: the compiler reads where to write its schedules when it starts
-
-
 def measure(topology: str, case: Case) -> Row:
-    """Compile a case for a topology.
-
-    Raises:
-      RuntimeError: the compiler failed; with the end of what it said.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        flags = {"to": folder, "llo_text": "true", "llo_pass_label_regex": "final_hlo-static"}
-        compiler = {
-            "JAX_PLATFORMS": "cpu",
-            "LIBTPU_INIT_ARGS": " ".join(f"--xla_jf_dump_{name}={value}" for name, value in flags.items()),
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, topology, json.dumps(asdict(case)), folder],
-            env=os.environ | compiler,
-            capture_output=True,
-            text=True,
-        )
-    if done.returncode:
-        raise RuntimeError(f"compiling head_dim {case.head_dim} for {topology} failed: {done.stderr[-2000:]}")
-    return Row(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def compile_case(topology: str, case: Case, dumps: Path) -> Row:
-    """`measure`, in the process that the compiler was told in to write its schedules to `dumps`."""
+    """Compile a case for a topology."""
     import jax
-
-    from titans_jax.tpu.hlo import Program
-    from titans_jax.tpu.topology import describe
 
     tokens = case.heads * CHUNKS * case.chunk_size
     mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), schedules.compiling() as started:
         traced = jax.jit(gradient(case, "fused")).trace(*inputs(case, mesh))
-        cycles = {"outside": Program(traced.lower().compile().as_text()).cycles().total() / tokens}
+        fused = Program(traced.lower().compile().as_text())
+        cycles = {"outside": fused.cycles().total() / tokens}
         for name, program in (("xla_forward", forward), ("xla_both", gradient)):
             compiled = jax.jit(program(case, "chunked")).lower(*inputs(case, mesh)).compile()
             cycles[name] = Program(compiled.as_text()).cycles().total() / tokens
-    heads = {name: case.heads // grid[0] for name, grid in grids(traced.jaxpr.jaxpr).items()}
-    ahead, back = (read_schedule(dumps, name, heads[name]) for name in KERNELS)
-    each = [kernel.rows / (kernel.heads * case.chunk_size) for kernel in (ahead, back)]
+    kernels = {kernel.signature.name: kernel for kernel in schedules.pallas_kernels(traced.jaxpr.jaxpr)}
+    files = {schedules.signature_of(call).name: call.name for call, _ in fused.kernels()}
+    ahead, back = (schedules.read_schedule(schedules.folder(), files[name], started) for name in KERNELS)
+    heads = [case.heads // kernels[name].grid[0] for name in KERNELS]
+    each = [kernel.rows / (n * case.chunk_size) for kernel, n in zip((ahead, back), heads, strict=True)]
     return Row(
         topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0], sum(each), **cycles,
-        forward_heads=ahead.heads, backward_heads=back.heads, forward_slots=ahead.slots, backward_slots=back.slots,
+        forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots, backward_slots=back.slots,
     )  # fmt: skip
 
 
@@ -239,31 +201,6 @@ def inputs(case: Case, mesh):
     return params, *tokens, memory.Gates(*[shape((case.heads, time, 2), jnp.float32)] * 3)
 
 
-def grids(jaxpr) -> dict[str, tuple[int, ...]]:
-    """The grid of every Pallas kernel of a program, by the kernel's name."""
-    from jax.extend.core import jaxprs_in_params
-
-    found = {}
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            found[equation.params["name"]] = equation.params["grid_mapping"].grid
-        else:
-            for inner in jaxprs_in_params(equation.params):
-                found |= grids(inner)
-    return found
-
-
-def read_schedule(dumps: Path, kernel: str, heads: int) -> Schedule:
-    """The final schedule of a kernel: four lines of header (names of slots and how many there are), then a row a bundle
-    with the slots it uses."""
-    (file,) = dumps.glob(f"*-{kernel}.*-final_hlo-static-per-bundle-utilization.txt")
-    _, names, capacity, _, *bundles = file.read_text().splitlines()
-    used = [sum(column) for column in zip(*(map(int, bundle.split()) for bundle in bundles), strict=True)]
-    there = [int(number) * len(bundles) for number in capacity.split()]
-    shares = {name: a / b for name, a, b in zip(names.split(", "), used, there, strict=True)}
-    return Schedule(heads, len(bundles), shares)
-
-
 def save(rows: list[Row], folder: Path) -> Path:
     """schedule.csv with every row, and schedule.png: the kernels, what is around them, and the XLA form beside them."""
     import matplotlib
@@ -303,8 +240,3 @@ def save(rows: list[Row], folder: Path) -> Path:
     figure.savefig(folder / "schedule.png", dpi=150)
     pyplot.close(figure)
     return folder
-
-
-if __name__ == "__main__":
-    name, description, folder = sys.argv[1:]
-    print(json.dumps(asdict(compile_case(name, Case(**json.loads(description)), Path(folder)))))

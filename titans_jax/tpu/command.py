@@ -106,9 +106,10 @@ def show(name: str, report: Report, console: Console) -> None:
     for axes, seconds in report.network_seconds.items():
         table.add_row(f"collectives on {axes}", f"{seconds:,.4g}", "s at least, not in the step's")
     if report.kernels.calls:
-        table.add_row("Pallas kernels", f"{report.kernel_seconds:,.4g}", f"s at least, {report.kernels.calls:,} calls")
+        table.add_row("Pallas kernels", f"{report.kernel_share:.1%}", f"of the cycles, {report.kernels.calls:,} calls")
     total = report.cycles.total()
     for source, cycles in report.cycles.most_common(6):
         table.add_row(f"of the cycles: {source or 'not of one file'}", f"{cycles / total:.1%}", "")
     console.print(table)
-    console.print(f"The step's time is the compiler's estimate. It leaves out: {'; '.join(report.leaves_out)}.")
+    counts = f" It counts {'; '.join(report.includes)}." if report.includes else ""
+    console.print(f"The step's time is the compiler's estimate.{counts} It leaves out: {'; '.join(report.leaves_out)}.")

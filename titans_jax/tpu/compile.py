@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from titans_jax import sharding
 from titans_jax.config import Config, ConfigError
-from titans_jax.tpu.hlo import Collective, Kernels, Program
+from titans_jax.tpu.hlo import Collective, Program
+from titans_jax.tpu.schedules import Kernels, compiling, kernel_cycles
 from titans_jax.tpu.topology import GIB, Topology, describe
 from titans_jax.training.flops import training_flops_per_token
 from titans_jax.training.mesh import mesh_of
@@ -57,7 +58,7 @@ class Report:
     flops: float
     """Of a step, counted analytically, without what rematerialisation repeats."""
     cycles: Counter[str]
-    """Estimated cycles of a step by source file."""
+    """Estimated cycles of a step by source file; those of Pallas kernels by `kernel` and their name."""
     kernels: Kernels
     collectives: list[Collective]
     """What one device sends in a step."""
@@ -69,14 +70,14 @@ class Report:
         return self.topology.generation.hbm - sum(self.hbm.values())
 
     @property
-    def kernel_seconds(self) -> float:
-        """What Pallas kernels take at least: their stated operations at the chip's peak."""
-        return self.kernels.flops * self.topology.generation.devices / self.topology.generation.peak_flops
+    def kernel_share(self) -> float:
+        """Of the cycles, that of Pallas kernels."""
+        return self.kernels.cycles.total() / self.cycles.total()
 
     @property
     def step_seconds(self) -> float:
-        """Estimated seconds of a step: the compiler's cycles and `kernel_seconds`, nothing else taking time."""
-        return self.cycles.total() / self.topology.generation.clock + self.kernel_seconds
+        """Estimated seconds of a step: the compiler's cycles, nothing else taking time."""
+        return self.cycles.total() / self.topology.generation.clock
 
     @property
     def utilisation(self) -> float:
@@ -99,14 +100,29 @@ class Report:
         return dict(found)
 
     @property
+    def includes(self) -> list[str]:
+        """How the estimate counts Pallas kernels: mostly as an upper bound."""
+        if not self.kernels.scheduled:
+            return []
+        generation = self.topology.generation
+        found = [
+            "every step of a Pallas kernel's grid with all of its scheduled cycles",
+            "all of a kernel's cycles as often as the longest loop in it turns",
+        ]
+        if any(name.startswith("splash") for name in self.kernels.cycles):
+            found.append("steps of full causal attention above the diagonal as none")
+        if generation.counted > generation.devices:
+            found.append("Pallas kernels as on one of a device's two cores")
+        return found
+
+    @property
     def leaves_out(self) -> list[str]:
         """What the estimate of the step's time leaves out."""
         found = ["collectives, as if all were hidden", "copies between memories that nothing hides", "the host"]
-        if self.kernels.calls > self.kernels.estimated:
-            found.append(f"{self.kernels.calls - self.kernels.estimated:,} calls of Pallas kernels that state no cost")
-        if self.kernels.estimated:
-            calls = f"{self.kernels.estimated:,} calls of Pallas kernels"
-            found.append(f"whatever {calls} take above their stated operations at the chip's peak")
+        if self.kernels.scheduled:
+            found.append("what Pallas kernels wait for memory, as if their copies were hidden")
+        if self.kernels.calls > self.kernels.scheduled:
+            found.append(f"{self.kernels.calls - self.kernels.scheduled:,} calls of Pallas kernels without a schedule")
         if self.unknown_loops:
             found.append(f"all turns but one of {self.unknown_loops} loops of unknown length")
         return found
@@ -134,6 +150,7 @@ class Report:
                 "step_seconds": self.step_seconds,
                 "model_flops_utilisation": self.utilisation,
                 "tokens_per_second_per_chip": self.tokens_per_second,
+                "includes": self.includes,
                 "leaves_out": self.leaves_out,
             },
         }
@@ -152,13 +169,16 @@ def compile_step(config: Config, topology: Topology) -> Report:
     with sharding.use_mesh(mesh):
         graphdef, state = abstract_state(config, mesh)
         step = make_train_step(graphdef, optimizer_of(config), config.training.gradient_accumulation)
-        lowered = step.lower(state, abstract_batch(config, mesh))
+        traced = step.trace(state, abstract_batch(config, mesh))
+        lowered = traced.lower()
         try:
-            compiled = lowered.compile()
+            with compiling() as compile_started:
+                compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             raise _refusal(error, config, topology) or error from None
     seconds = time.perf_counter() - started
     program, memory = Program(compiled.as_text()), compiled.memory_analysis()
+    kernels = kernel_cycles(program, traced.jaxpr.jaxpr, compile_started)
     data, devices = config.data, topology.generation.devices
     parameters, optimizer = (_bytes(state[kind]) for kind in ("params", "optimizer"))
     batch = _bytes(abstract_batch(config, mesh))
@@ -183,8 +203,8 @@ def compile_step(config: Config, topology: Topology) -> Report:
         hbm={kind: size * devices for kind, size in hbm.items()},
         host=memory.host_temp_size_in_bytes * devices,
         flops=training_flops_per_token(config.model, data.sequence_length) * tokens / topology.chips,
-        cycles=program.cycles(),
-        kernels=program.kernels(),
+        cycles=program.cycles() + Counter({f"kernel {name}": cycles for name, cycles in kernels.cycles.items()}),
+        kernels=kernels,
         collectives=program.collectives(dict(mesh.shape)),
         unknown_loops=program.unknown_loops(),
     )

@@ -6,11 +6,10 @@
 
 An instruction runs as often as the loops around it turn. A loop's turns are the constant that its condition compares
 with: jax's scans count from 0 up. XLA writes no cycles to copies that run beside other work, to collectives and to
-Pallas kernels.
+Pallas kernels (for these see schedules.py).
 """
 
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -66,17 +65,6 @@ class Collective:
     """Bytes each device sends, in rings."""
 
 
-@dataclass
-class Kernels:
-    """Calls of Pallas kernels in one run of the program, and what their own estimates say."""
-
-    calls: int = 0
-    estimated: int = 0
-    """Calls whose kernel carries a cost estimate."""
-    flops: float = 0
-    bytes: float = 0
-
-
 class Program:
     """An optimized, scheduled HLO module."""
 
@@ -101,20 +89,13 @@ class Program:
                 found[self._source(instruction)] += times * instruction.cycles
         return found
 
-    def kernels(self) -> Kernels:
-        """Pallas kernels; their cost, for want of cycles, as `pallas_call(cost_estimate=...)` states it."""
-        found = Kernels()
-        for instruction, times in self._run(inside_fusions=True):
-            if instruction.opcode != "custom-call" or f'custom_call_target="{KERNEL}"' not in instruction.line:
-                continue
-            found.calls += times
-            stated = re.search(r'"cost_estimate":(\{[^}]*\})', instruction.line)
-            if stated:
-                cost = json.loads(stated.group(1))
-                found.estimated += times
-                found.flops += times * float(cost.get("flops", 0))
-                found.bytes += times * float(cost.get("bytes_accessed", 0))
-        return found
+    def kernels(self) -> list[tuple[Instruction, int]]:
+        """Calls of Pallas kernels, and how often each runs."""
+        return [
+            (instruction, times)
+            for instruction, times in self._run(inside_fusions=True)
+            if instruction.opcode == "custom-call" and f'custom_call_target="{KERNEL}"' in instruction.line
+        ]
 
     def collectives(self, mesh: dict[str, int]) -> list[Collective]:
         """Collectives by kind and mesh axes, most bytes first. `mesh`: sizes of the axes, outermost first."""

@@ -1,8 +1,8 @@
 """Estimated speed of the Titans models over that of a Transformer++ of the same size, by length (Titans, figure 9).
 
 All train on one chip of a generation (on its smallest slice, where that has more): the same tokens a step however long
-a row is, in one microbatch. What is compared is `Report.tokens_per_second`; see there for what it leaves out. A program
-with Pallas kernels that state no cost is not compared.
+a row is, in one microbatch. What is compared is `Report.tokens_per_second`; see `Report` for what it counts and leaves
+out. A program with Pallas kernels whose schedule is not known is not compared.
 """
 
 import csv
@@ -76,11 +76,13 @@ def _row(model: str, topology: Topology, length: int, report: Report | None, bas
         return row | {"most_cycles": "does not fit"}
     shares = [f"{source} {cycles / report.cycles.total():.0%}" for source, cycles in report.cycles.most_common(4)]
     row["tokens_per_second"] = round(report.tokens_per_second)
-    if baseline is not None and all(each.kernels.calls == each.kernels.estimated for each in (report, baseline)):
+    if baseline is not None and all(each.kernels.calls == each.kernels.scheduled for each in (report, baseline)):
         row["relative"] = round(report.tokens_per_second / baseline.tokens_per_second, 3)
     row["utilisation"] = round(report.utilisation, 4)
     row["headroom_gib"] = round(report.headroom / 2**30, 2)
-    row["kernels"] = f"{report.kernels.calls} calls, {report.kernels.estimated} of stated cost"
+    row["kernels"] = f"{report.kernel_share:.0%} of the cycles"
+    if report.kernels.calls > report.kernels.scheduled:
+        row["kernels"] += f", {report.kernels.calls - report.kernels.scheduled} calls without a schedule"
     return row | {"most_cycles": ", ".join(shares)}
 
 

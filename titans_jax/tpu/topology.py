@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titans_jax.config import ConfigError, did_you_mean
+from titans_jax.tpu.schedules import ask_for_schedules
 
 GIB = 2**30
 
@@ -155,6 +156,7 @@ def describe(topology: Topology) -> list[Any]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    ask_for_schedules()
     from jax.experimental import topologies
 
     options = {} if topology.slices == 1 else {"num_slices": topology.slices}
