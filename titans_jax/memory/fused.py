@@ -27,6 +27,8 @@ from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 512
 """Tokens, over heads, that a kernel takes at once. Their matrix products are independent, so one head's latency is the
 others' time; the backward kernel has more to keep."""
+MOST_HEADS = 32
+"""Heads, at most: more are no faster and take minutes to compile."""
 STATE_TOKENS, MOST_CHUNKS = 256, 8
 """Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
 SUBLANES, LANES = 8, 128
@@ -204,7 +206,7 @@ def steps_of(chunks: Chunks, tokens: int) -> Steps:
     """As many heads as make `tokens` tokens of a chunk, as many chunks as share a stored state."""
     count, size = chunks.queries.shape[1:3]
     group = largest_divisor(count, min(STATE_TOKENS // size, MOST_CHUNKS))
-    return Steps(tokens // size, group, count // group)
+    return Steps(min(tokens // size, MOST_HEADS), group, count // group)
 
 
 def largest_divisor(n: int, most: int) -> int:
