@@ -72,8 +72,8 @@ def test_no_collective_runs_per_chunk(lmm):
     longer = compile_step(longer, find_topology("v5e:2x2"))
     calls = [sum(collective.calls for collective in report.collectives) for report in (lmm, longer)]
     assert calls[1] == calls[0]
-    for kernel, cycles in lmm.kernels.cycles.items():  # whose grids have twice as many steps
-        assert longer.kernels.cycles[kernel] == pytest.approx(2 * cycles, rel=0.1)
+    for kernel, cycles in lmm.kernels.cycles.items():  # twice the steps, and code that fetches one during another
+        assert longer.kernels.cycles[kernel] > 1.9 * cycles
 
 
 def test_only_gradients_cross_slices():
