@@ -67,14 +67,13 @@ def test_estimate_is_of_this_step(lmm):
 
 
 def test_no_collective_runs_per_chunk(lmm):
-    """Twice as many chunks, and no collective more: gradients of what rows share are summed once, behind the scan."""
+    """Twice as many chunks, and no collective more: gradients of what rows share are summed once, behind the kernel."""
     longer = dataclasses.replace(LMM, data=dataclasses.replace(LMM.data, sequence_length=512))
     longer = compile_step(longer, find_topology("v5e:2x2"))
     calls = [sum(collective.calls for collective in report.collectives) for report in (lmm, longer)]
     assert calls[1] == calls[0]
-    assert longer.cycles["memory/weighing"] > 1.9 * lmm.cycles["memory/weighing"]  # the scan turns twice as often
-    for kernel, cycles in lmm.kernels.cycles.items():
-        assert longer.kernels.cycles[kernel] == pytest.approx(2 * cycles, rel=0.1)
+    for kernel, cycles in lmm.kernels.cycles.items():  # twice the steps, and code that fetches one during another
+        assert longer.kernels.cycles[kernel] > 1.9 * cycles
 
 
 def test_only_gradients_cross_slices():
