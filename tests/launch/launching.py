@@ -1,6 +1,7 @@
 """Runs a launcher with fake commands first on PATH."""
 
 import os
+import signal
 import shutil
 import subprocess
 import sys
@@ -84,7 +85,11 @@ class Launcher:
         self.record(scenario)
         command = [sys.executable, str(CHECKOUT / "launch" / script), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=os.environ, cwd=self.folder, **pipes)
+
+        def hear():  # a suite that runs in the background of a shell ignores the signal, and so would its children
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+        return subprocess.Popen(command, env=os.environ, cwd=self.folder, preexec_fn=hear, **pipes)
 
 
 def status(*hosts: tuple[str, int | str, int]) -> str:

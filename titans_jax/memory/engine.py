@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
@@ -57,6 +58,8 @@ def weighted_sums(rows, inner, deltas, operand_dtype, transposed=False):
     if inner.shape[1] > deltas.shape[1]:
         totals = weighted_sums(rows, deltas, inner, operand_dtype)
         return [Transposed(total) if transposed else total.T for total in totals]
+    if len(rows) == 1 and target_platform() == "cpu":  # see `contract`
+        return [outer(rows[0].T * inner, deltas, operand_dtype)]
     stacked = join([row * inner.T for row in rows], operand_dtype)
     return jnp.split(matmul(stacked, deltas, operand_dtype), len(rows))
 
@@ -68,6 +71,8 @@ def join(operands, operand_dtype, axis: int = 0) -> jax.Array:
 
 def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
     """The sum over this axis of both, named to the compiler: a transpose of its own costs a kernel dearly."""
+    if target_platform() == "cpu":  # whose compiler has no such product of bfloat16
+        return matmul(x.T, y, operand_dtype) if axis == 0 else matmul(x, y.T, operand_dtype)
     x, y, dimensions = x.astype(operand_dtype), y.astype(operand_dtype), (((axis,), (axis,)), ((), ()))
     return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), state_dtype(operand_dtype))
 
