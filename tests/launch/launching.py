@@ -1,8 +1,8 @@
 """Runs a launcher with fake commands first on PATH."""
 
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
