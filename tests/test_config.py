@@ -17,8 +17,8 @@ from titans_jax.config import (
     from_dict,
     leaves,
     to_dict,
-    validate,
 )
+from titans_jax.validation import validate
 
 
 def test_defaults_are_valid_and_hashable():

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from titans_jax.cli import find_config, load_config, shipped_configs
-from titans_jax.config import validate
 from titans_jax.memory.presets import PRESETS
 from titans_jax.presets import MIRAS, SIZES, TITANS
 from titans_jax.tpu.topology import find_topology
 from titans_jax.training.run import count_params
+from titans_jax.validation import validate
 
 FILES = sorted(shipped_configs().glob("*.py"), key=lambda file: file.stem)
 

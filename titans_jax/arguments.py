@@ -5,7 +5,8 @@ import io
 import typing
 from typing import Any
 
-from titans_jax.config import ConfigError, describe, leaves, nearest, unknown_field
+from titans_jax.config import ConfigError, leaves, unknown_field
+from titans_jax.validation import describe, nearest
 
 
 def parse(program: str, kind: type, arguments: list[str], default: Any) -> Any:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from titans_jax.arguments import parse
-from titans_jax.config import Config, ConfigError, MeshConfig, validate
+from titans_jax.config import Config, ConfigError, MeshConfig
+from titans_jax.validation import validate
 
 USAGE = """usage: titans COMMAND ...
 

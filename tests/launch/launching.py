@@ -85,11 +85,13 @@ class Launcher:
         self.record(scenario)
         command = [sys.executable, str(CHECKOUT / "launch" / script), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-
-        def hear():  # a suite that runs in the background of a shell ignores the signal, and so would its children
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-        return subprocess.Popen(command, env=os.environ, cwd=self.folder, preexec_fn=hear, **pipes)
+        # A suite in the background of a shell ignores the signal, and so would its children. (Not by a function
+        # of the child's: that would fork, which jax warns of, where Popen otherwise does not.)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(command, env=os.environ, cwd=self.folder, **pipes)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def status(*hosts: tuple[str, int | str, int]) -> str:

@@ -37,7 +37,6 @@ from titans_jax.config import (
     did_you_mean,
     has_memory,
     memory_rule,
-    validate,
 )
 from titans_jax.data.recall import RecallTask, recall_sequences
 from titans_jax.evaluation.perplexity import Batch, cross_entropy_sum
@@ -47,6 +46,7 @@ from titans_jax.memory.presets import PRESETS
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import abstract_model, init_model
 from titans_jax.training.step import make_train_step
+from titans_jax.validation import validate
 
 ATTENTION = "attention"
 HELD_OUT_SEED = 0

@@ -15,9 +15,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 from jax.sharding import PartitionSpec
 
 from titans_jax.layers.blocked import KeyValues
+from titans_jax.memory.platform import LANES
 from titans_jax.sharding import BATCH, HEADS
 
-LANES = 128
 NOWHERE = -1
 """Document of rows that do not exist."""
 

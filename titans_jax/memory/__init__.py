@@ -32,7 +32,7 @@ from titans_jax.memory import (
     recurrent,
     retentions,
 )
-from titans_jax.memory.platform import target_platform
+from titans_jax.memory.platform import SUBLANES, target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Params, Surprise
 
 __all__ = [
@@ -60,9 +60,6 @@ FORMS = {
     "chunked": chunked.memorize,
     "fused": fused.memorize,
 }
-
-SMALLEST_KERNEL_CHUNK = 8
-"""Tokens that fill the rows of a TPU's register."""
 
 
 def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
@@ -100,7 +97,7 @@ def choose_form(form: str, rule: MemoryRule, gates: Gates) -> str:
     if form != "auto":
         return form
     exact = any(path.runs(rule, gates) for path in (linear_block, gated_block))
-    pays = not exact and rule.chunk_size >= SMALLEST_KERNEL_CHUNK
+    pays = not exact and rule.chunk_size >= SUBLANES
     return "fused" if pays and fused.runs(rule, gates) and target_platform() == "tpu" else "chunked"
 
 

@@ -20,14 +20,12 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
             return memorize_blocks(exact.memorize, linear_block.block_size(rule), *arguments, prepare=prepare)
     if rule.retention.lags:
         return memorize_blocks(lag.first_token(memorize_chunk), rule.chunk_size, *arguments)
-    return memorize_blocks(
-        memorize_chunk, rule.chunk_size, *arguments, prepare=lambda *inputs: weighing.of_blocks(*inputs[3:])
-    )
+    return memorize_blocks(memorize_chunk, rule.chunk_size, *arguments, prepare=weigh)
 
 
 def weigh(queries, keys, values, gates, resets):
     """The weighings of a chunk, which take of its inputs the gates only."""
-    return weighing.of_blocks(gates, resets)
+    return weighing.of_blocks(gates)
 
 
 def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):

@@ -15,7 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.platform import target_platform
+from titans_jax.memory.platform import LANES, target_platform
 from titans_jax.memory.types import Gates
 
 # A gate below exp(-30) ~ 1e-13 cuts: nothing from before it survives it. Products across a cut are exactly 0, and the
@@ -24,8 +24,6 @@ LOG_CUT = -30.0
 
 TILE = 16
 """Tokens of a tile. Smaller tiles take fewer exponentials, which is what a CPU's time goes into."""
-LANES = 128
-"""Numbers side by side in a TPU's register: a narrower tile costs it as much as one of so many tokens."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +53,7 @@ def coefficients(log_retention, log_momentum, step_size, mask=None, resets=None)
         log_retention, step_size = jnp.where(mask, log_retention, 0), jnp.where(mask, step_size, 0)
         log_momentum = None if log_momentum is None else jnp.where(mask, log_momentum, 0)
     inputs = (log_retention, log_momentum, step_size, mask, resets)
+    # On a TPU a narrower tile costs as much as one that fills the lanes.
     tokens, size = step_size.shape[0], LANES if target_platform() == "tpu" else TILE
     size = size if tokens % size == 0 else tokens
     return join(jax.vmap(tile)(*jax.tree.map(lambda x: x.reshape(-1, size), inputs)))

@@ -71,8 +71,6 @@ def join(operands, operand_dtype, axis: int = 0) -> jax.Array:
 
 def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
     """The sum over this axis of both, named to the compiler: a transpose of its own costs a kernel dearly."""
-    if target_platform() == "cpu":  # whose compiler has no such product of bfloat16
-        return matmul(x.T, y, operand_dtype) if axis == 0 else matmul(x, y.T, operand_dtype)
     x, y, dimensions = x.astype(operand_dtype), y.astype(operand_dtype), (((axis,), (axis,)), ((), ()))
     return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), state_dtype(operand_dtype))
 

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from titans_jax.memory import chunked, engine, weighing
 from titans_jax.memory.grid import final_state, lay_out, starts_chunk
-from titans_jax.memory.platform import target_platform
+from titans_jax.memory.platform import LANES, SUBLANES, target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 512
@@ -31,7 +31,6 @@ MOST_HEADS = 32
 """Heads, at most: more are no faster and take minutes to compile."""
 STATE_TOKENS, MOST_CHUNKS = 256, 8
 """Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
-SUBLANES, LANES = 8, 128
 VMEM_SHARE = 0.8
 """Of a core's VMEM, what a kernel may use; the rest is the compiler's."""
 BLOCKS_SHARE = 0.75
@@ -95,7 +94,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     flags = [] if resets is None else [resets[:, 0]]
     if layout.last is not None:
         flags.append(jnp.arange(len(queries), dtype=jnp.int32) == layout.last // size)
-    packed = pack(weighing.of_blocks(gates, None), flags)
+    packed = pack(weighing.of_blocks(gates), flags)
     chunks = Chunks(queries, keys, values, *packed, gates.bias_gate)
     slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
     between_chunks = starts_chunk(state)

@@ -31,7 +31,7 @@ def first_token(block):
         if len(keys) == 1:
             return (after.weights, after.momentum, after.anchor), reads, surprise
         rest = jax.tree.map(lambda x: x[1:], (queries, keys, values, gates))
-        weighings = jax.tree.map(lambda x: x[0], weighing.of_blocks(jax.tree.map(lambda x: x[None], rest[-1]), None))
+        weighings = jax.tree.map(lambda x: x[0], weighing.of_blocks(jax.tree.map(lambda x: x[None], rest[-1])))
         end, *following = block(rule, params, after, initial, (*rest, None, weighings))
         reads, surprise = jax.tree.map(lambda *x: jnp.concatenate(x), (reads, surprise), tuple(following))
         return end, reads, surprise

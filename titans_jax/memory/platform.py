@@ -1,8 +1,11 @@
-"""What a program will run on."""
+"""What a program will run on, and how a TPU holds numbers."""
 
 from __future__ import annotations
 
 import jax
+
+SUBLANES, LANES = 8, 128
+"""Rows and columns of a TPU's register, and of a tile of its memory: smaller arrays take a whole one."""
 
 
 def target_platform() -> str:

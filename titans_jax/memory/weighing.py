@@ -109,7 +109,7 @@ class ChannelWeighing:
         return weigh(c.beta[:, -1], c.f[:, -1], c.G[:, -1]), weigh(None, c.p[:, -1], c.N)
 
 
-def of_blocks(gates: Gates, resets: jax.Array | None) -> tuple[Weighing | ChannelWeighing, ...]:
+def of_blocks(gates: Gates) -> tuple[Weighing | ChannelWeighing, ...]:
     """One weighing per fast matrix, leaves [blocks, ...], of gates [blocks, tokens, ...].
 
     A reset replaces a chunk's start state as a whole, so a chunk's weights do not see it.

@@ -1,0 +1,188 @@
+"""What a configuration must hold: types, ranges, and what fits together.
+
+It is checked before anything is compiled or written. A refusal is one sentence with the field, its value and what would
+work.
+"""
+
+import dataclasses
+import re
+import types
+import typing
+from typing import Any, Literal
+
+from titans_jax.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    ProcessesConfig,
+    did_you_mean,
+    leaves,
+    memory_rule,
+)
+
+
+def validate(config: Config, *, reads_data: bool = True) -> None:
+    """Refuse a configuration that cannot work; one that reads no data needs no data.path.
+
+    Raises:
+      ConfigError: one sentence with the field, its value and what would work.
+    """
+    _validate_types(config)
+    _validate_ranges(config)
+    _validate_model(config.model)
+    _validate_data(config, reads_data)
+    _validate_processes(config.processes)
+    _validate_profile(config)
+
+
+def _validate_types(config: Any, prefix: str = "") -> None:
+    hints = typing.get_type_hints(type(config))
+    for f in dataclasses.fields(config):
+        name, value, hint = prefix + f.name, getattr(config, f.name), hints[f.name]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, hint):
+                raise ConfigError(f"{name} is {value!r}; use a {hint.__name__}")
+            _validate_types(value, name + ".")
+        elif not _matches(value, hint):
+            raise ConfigError(f"{name} is {value!r}; use {describe(hint)}{nearest(value, hint)}")
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (types.UnionType, typing.Union):
+        return any(_matches(value, argument) for argument in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_matches(item, arguments[0]) for item in value)
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def nearest(value: Any, hint: Any) -> str:
+    """`did_you_mean` among the values of a Literal."""
+    kinds = [hint, *typing.get_args(hint)]
+    names = [x for kind in kinds if typing.get_origin(kind) is Literal for x in typing.get_args(kind)]
+    return did_you_mean(str(value), names)
+
+
+def describe(hint: Any) -> str:
+    """What a value of this type hint looks like, in words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return ", ".join(map(str, arguments[:-1])) + (" or " if arguments[1:] else "") + str(arguments[-1])
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(describe(argument) for argument in arguments)
+    if origin is tuple:
+        return f"one or more of {describe(arguments[0])}"
+    return {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}[hint]
+
+
+_AT_LEAST_ONE = (
+    "model.dim model.depth model.num_heads model.head_dim model.vocab_size model.segment model.window model.conv_size "
+    "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps model.memory.gate_rank "
+    "data.sequence_length data.batch_size "
+    "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
+    "training.evaluation_batches training.diagnostics_every training.checkpoint_every training.checkpoints_kept"
+).split()
+_AT_LEAST_ZERO = (
+    "model.num_persistent model.document_slack optimizer.warmup_steps optimizer.weight_decay training.sample_tokens"
+).split()
+_ABOVE_ZERO = (
+    "model.rope_theta model.norm_eps model.memory.max_step_size optimizer.learning_rate optimizer.clip_norm "
+    "optimizer.epsilon"
+).split()
+
+
+def _validate_ranges(config: Config) -> None:
+    values = leaves(config)
+
+    def require(names: list[str], holds: Any, what: str) -> None:
+        for name in names:
+            if not holds(values[name]):
+                raise ConfigError(f"{name} is {values[name]}; use {what}")
+
+    require(_AT_LEAST_ONE, lambda x: x >= 1, "at least 1")
+    require(_AT_LEAST_ZERO, lambda x: x >= 0, "at least 0")
+    require(_ABOVE_ZERO, lambda x: 0 < x < float("inf"), "a positive number")
+    require(["optimizer.beta1", "optimizer.beta2"], lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require(["optimizer.final_learning_rate_ratio"], lambda x: 0 <= x <= 1, "a number in [0, 1]")
+    require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
+    require(["model.hidden_dim"], lambda x: x is None or x >= 1, "at least 1, or None")
+    require(["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on")
+    axes = ["mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"]
+    require(axes, lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")
+    if [values[axis] for axis in axes].count(-1) > 1:
+        raise ConfigError(f"mesh has several axes set to -1; use -1 on one of {', '.join(axes[:-1])} and {axes[-1]}")
+
+
+def _validate_model(model: ModelConfig) -> None:
+    if not model.pattern:
+        raise ConfigError('model.pattern is empty; name at least one block, such as ("mac",)')
+    if model.depth % len(model.pattern):
+        length = len(model.pattern)
+        raise ConfigError(f"model.depth is {model.depth}; use a multiple of {length}, the length of model.pattern")
+    width = model.num_heads * model.head_dim
+    if width != model.dim:
+        head_dim, rest = divmod(model.dim, model.num_heads)
+        works = f"model.dim {width}" if rest else f"model.head_dim {head_dim}"
+        raise ConfigError(
+            f"model.head_dim {model.head_dim} x model.num_heads {model.num_heads} is {width}, "
+            f"not model.dim {model.dim}; use {works}"
+        )
+    if model.head_dim % 2:
+        raise ConfigError(f"model.head_dim is {model.head_dim}; use an even number, for the rotary embedding")
+    memory_rule(model.memory)
+    chunk_size = model.memory.chunk_size
+    if "mac" in model.pattern and model.segment % chunk_size:
+        below = max(model.segment // chunk_size, 1) * chunk_size
+        raise ConfigError(
+            f"model.segment is {model.segment}; use a multiple of model.memory.chunk_size {chunk_size}, such as {below}"
+        )
+
+
+def _validate_data(config: Config, reads_data: bool) -> None:
+    data = config.data
+    if reads_data and data.source != "python" and data.path is None:
+        raise ConfigError(f"data.path is None; data.source {data.source} needs a file or folder there")
+    accumulation = config.training.gradient_accumulation
+    if data.batch_size % accumulation:
+        raise ConfigError(
+            f"data.batch_size is {data.batch_size}; use a multiple of training.gradient_accumulation {accumulation}"
+        )
+
+
+def _validate_processes(processes: ProcessesConfig) -> None:
+    values = leaves(processes, "processes.")
+    missing = [name for name, value in values.items() if value is None]
+    if len(missing) == len(values):
+        return
+    if missing:
+        given = next(name for name in values if name not in missing)
+        raise ConfigError(f"{missing[0]} is None, but {given} is {values[given]}; give all of {', '.join(values)}")
+    host, _, port = processes.coordinator.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        raise ConfigError(
+            f"processes.coordinator is {processes.coordinator!r}; use host:port of process 0, such as 10.0.0.1:8476"
+        )
+    if processes.count < 1:
+        raise ConfigError(f"processes.count is {processes.count}; use at least 1")
+    if not 0 <= processes.index < processes.count:
+        raise ConfigError(
+            f"processes.index is {processes.index}; use 0 to {processes.count - 1}, as processes.count is "
+            f"{processes.count}"
+        )
+
+
+def _validate_profile(config: Config) -> None:
+    steps, last = config.profile.steps, config.training.steps
+    if steps is None:
+        return
+    form = re.fullmatch(r"([0-9]+):([0-9]+)", steps)
+    if not form or not 1 <= int(form[1]) < int(form[2]):
+        raise ConfigError(f"profile.steps is {steps!r}; use first:last with 1 <= first < last, such as 10:15")
+    if int(form[1]) > last:
+        raise ConfigError(f"profile.steps is {steps!r}, behind the last step; use a first step of at most {last}")
