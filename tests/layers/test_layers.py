@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from titans_jax.config import MemoryConfig, ModelConfig
-from titans_jax.layers import CausalConvolution, FeedForward, NeuralMemory, RMSNorm
+from titans_jax.layers import CausalConvolution, FeedForward, NeuralMemory, RMSNorm, norms
 from titans_jax.layers.documents import find_documents
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.norms import l2_normalize
@@ -69,6 +69,24 @@ def test_l2_norm_of_zero_is_zero_with_a_finite_gradient():
     zero = jnp.zeros((4,))
     assert not l2_normalize(zero).any()
     assert jnp.isfinite(jax.jacobian(l2_normalize)(zero)).all()
+
+
+@pytest.mark.parametrize("width, count", [(48, 1), (64, 64)])
+def test_norms_of_heads_side_by_side(width, count):
+    """As a TPU takes them, in value and gradient; a head of zeros has neither NaN nor neighbours' numbers."""
+    x = normal(0, 2, 7, 3, width).at[1, 2, 1].set(0)
+
+    def beside(x):
+        flat = norms.side_by_side(x)
+        return (flat * norms.by_products(3, jnp.square(flat), count, 1e-6)).reshape(x.shape)
+
+    def alone(x):
+        return x * norms.by_sums(jnp.square(x), count, 1e-6)
+
+    np.testing.assert_allclose(beside(x), alone(x), rtol=1e-5, atol=1e-7)
+    cotangent = normal(1, 2, 7, 3, width)
+    got, wanted = (jax.vjp(norm, x)[1](cotangent)[0] for norm in (beside, alone))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_feed_forward_width():

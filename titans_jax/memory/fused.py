@@ -1,9 +1,9 @@
 """The fused form: the chunked form in one Pallas TPU kernel, fast weights and momentum in VMEM from chunk to chunk.
 
 The kernel runs `chunked.memorize_chunk` itself, so whatever memory, bias and retention it traces is here too, and its
-backward kernel is `jax.vjp` of the same function, chunks taken from the last to the first. What is not the state's
-(coefficients of the gates) is computed outside for all chunks at once. The grid is (groups of heads, groups of chunks);
-of every group of chunks the forward kernel keeps the start state, from which the backward kernel runs it once more.
+backward kernel is `jax.vjp` of the same function, chunks taken from the last to the first, the coefficients of the
+gates included. The grid is (groups of heads, groups of chunks); of every group of chunks the forward kernel keeps the
+start state, from which the backward kernel runs it once more.
 
 Not on a TPU, the kernel is interpreted: right and slow, for tests.
 """
@@ -20,11 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from titans_jax.memory import chunked, engine, weighing
+from titans_jax.memory.coefficients import Cumulative, summed, tile
 from titans_jax.memory.grid import final_state, lay_out, starts_chunk
 from titans_jax.memory.platform import LANES, SUBLANES, target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
-FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 512
+FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 1024
 """Tokens, over heads, that a kernel takes at once. Their matrix products are independent, so one head's latency is the
 others' time; the backward kernel has more to keep."""
 MOST_HEADS = 32
@@ -40,16 +41,14 @@ BLOCKS_SHARE = 0.75
 class Chunks(NamedTuple):
     """What a chunk reads: leaves [n, chunks, rows, columns], n heads of any sequences.
 
-    columns, rows, G: the weighings of all fast matrices (`pack`), in few arrays because a small one fills a whole tile
-    of memory. bias_gate: [.., chunk_size, 1 or head_dim] or None.
+    rows: the scalar gates, padding and flags (`pack`), in one array because a small one fills a whole tile of memory.
+    bias_gate: [.., chunk_size, 1 or head_dim] or None.
     """
 
     queries: jax.Array
     keys: jax.Array
     values: jax.Array
-    columns: jax.Array
     rows: jax.Array
-    G: tuple[jax.Array, ...]
     bias_gate: jax.Array | None
 
 
@@ -94,8 +93,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     flags = [] if resets is None else [resets[:, 0]]
     if layout.last is not None:
         flags.append(jnp.arange(len(queries), dtype=jnp.int32) == layout.last // size)
-    packed = pack(weighing.of_blocks(gates), flags)
-    chunks = Chunks(queries, keys, values, *packed, gates.bias_gate)
+    chunks = Chunks(queries, keys, values, pack(gates, flags), gates.bias_gate)
     slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
     between_chunks = starts_chunk(state)
     heads = Heads(
@@ -176,7 +174,7 @@ def run_chunks(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, 
 def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks):
     """One chunk of one head, leaves without their leading axes: ((weights, momentum), opened, reads, surprise)."""
     weights, momentum = state
-    weighings, flags = unpack(chunk.columns, chunk.rows, chunk.G)
+    weighings, flags = unpack(chunk.rows, len(weights), rule.algorithm.has_momentum, opens, chunk.keys.dtype)
     start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
     if initial is not None:
         fresh = MemoryState(*initial, initial[0], 0)
@@ -381,33 +379,40 @@ def tiled_bytes(shape: tuple[int, ...], dtype) -> int:
     return math.prod(rest) * tiles * SUBLANES * LANES * jnp.dtype(dtype).itemsize
 
 
-def pack(weighings: tuple[weighing.Weighing, ...], flags: list) -> tuple[jax.Array, jax.Array, tuple]:
-    """Weighings with leaves [chunks, ...], and flags [chunks], as columns [chunks, tokens, n], rows [chunks, m, lanes]
-    and the G of every matrix.
+def pack(gates: Gates, flags: list) -> jax.Array:
+    """What coefficients of gates [chunks, tokens, matrices] are made of, padding [chunks, tokens] and flags [chunks],
+    as rows [chunks, n, tokens]."""
+    by_matrix = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2)[:, :, None], gates.scalars())
+    mask = None if gates.mask is None else gates.mask[:, None]
+    of_matrices = jax.vmap(summed, in_axes=(0, 0, 0, None, None))
+    *both, step_size = jax.vmap(of_matrices)(*by_matrix, mask, None)
+    rows = [x for gate in both if gate is not None for x in (gate.total, gate.reach, gate.first)] + [step_size]
+    rows = [jnp.broadcast_to(x, step_size.shape)[:, :, 0] for x in rows]
+    others = ([] if mask is None else [mask]) + [flag[:, None, None] for flag in flags]
+    shape = len(step_size), 1, step_size.shape[-1]
+    return jnp.concatenate(rows + [jnp.broadcast_to(x, shape).astype(step_size.dtype) for x in others], axis=1)
 
-    Numbers that scale matrices, and flags, fill a row of lanes: a kernel's gradient of a scalar does not compile.
-    """
-    columns = [x for w in weighings for x in (w.beta, w.f) if x is not None]
-    count, tokens, _ = columns[0].shape
-    lanes = -(-tokens // LANES) * LANES
-    rows = [jnp.broadcast_to(w.ends, (*w.ends.shape[:2], lanes)) for w in weighings]
-    rows += [jnp.pad(w.N, ((0, 0), (0, 0), (0, lanes - tokens))) for w in weighings if w.N is not None]
-    rows += [jnp.broadcast_to(flag[:, None, None], (count, 1, lanes)).astype(rows[0].dtype) for flag in flags]
-    return jnp.concatenate(columns, axis=2), jnp.concatenate(rows, axis=1), tuple(w.G for w in weighings)
 
-
-def unpack(columns: jax.Array, rows: jax.Array, Gs: tuple) -> tuple[tuple[weighing.Weighing, ...], list]:
-    """`pack` undone for one chunk; flags as [1, 1]."""
-    matrices, tokens = len(Gs), len(columns)
-    with_momentum = columns.shape[1] == 2 * matrices
-    width, height = (2, 3) if with_momentum else (1, 1)
+def unpack(rows: jax.Array, matrices: int, with_momentum: bool, masked: bool, operand_dtype) -> tuple[tuple, list]:
+    """The weighings of one chunk, and its flags [1, 1], of `pack`'s rows."""
+    kinds = 7 if with_momentum else 4
+    columns = rows[: kinds * matrices].T
+    others = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(kinds * matrices, len(rows))]
+    mask = others.pop(0) > 0 if masked else None
     weighings = []
-    for i, G in enumerate(Gs):
-        beta, f = columns[:, width * i : width * i + 1], columns[:, 2 * i + 1 : 2 * i + 2] if with_momentum else None
-        N = rows[height * matrices + i :][:1, :tokens] if with_momentum else None
-        weighings.append(weighing.Weighing(beta, f, G, N, ends=rows[height * i : height * (i + 1)]))
-    flags = jax.lax.stop_gradient(rows[(height + with_momentum) * matrices :, :1])
-    return tuple(weighings), [flags[i : i + 1] for i in range(len(flags))]
+    for i in range(matrices):
+        at = range(i, kinds * matrices, matrices)
+
+        def gate(total, reach, first):
+            row = lambda k: rows[k : k + 1]  # noqa: E731
+            return Cumulative(row(total), columns[:, total : total + 1], row(reach), row(first)[:, :1], None)
+
+        c = tile(gate(*at[:3]), gate(*at[3:6]) if with_momentum else None, rows[at[-1] :][:1], mask, operand_dtype)
+        # Numbers that scale matrices fill a row of lanes, by way of whole registers: a kernel's gradient of a scalar
+        # does not compile.
+        ends = [jnp.broadcast_to(x[-SUBLANES:], (SUBLANES, LANES))[-1:] for x in (c.beta, c.f, c.p) if x is not None]
+        weighings.append(weighing.Weighing(c.beta, c.f, c.G, c.N, jnp.concatenate(ends)))
+    return tuple(weighings), [flag[:, :1] for flag in others]
 
 
 def fill_lanes(matrices):

@@ -74,7 +74,7 @@ def chunk_start(rule: MemoryRule, resets, rows, at_first, at_reset):
     size = rule.chunk_size
     rows = jnp.concatenate([jnp.full_like(rows[:1], at_first), rows[size - 1 : -1 : size]])
     if resets is not None:
-        rows = jnp.where(resets[::size].reshape(-1, *[1] * (rows.ndim - 1)), at_reset, rows)
+        rows = jnp.where(resets[::size, None], at_reset, rows)
     return jnp.repeat(rows, size, axis=0)
 
 
@@ -96,7 +96,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         for i, (source, scale) in enumerate(zip(sources, start_scales, strict=True)):
             if scale is not None:
                 read = first(source) if i == 0 else engine.matmul(rows, source, operand_dtype)
-                total += scale[:, None] * read
+                total += scale * read
         return total
 
     (anchor,) = start.anchor
@@ -115,22 +115,22 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     reads = engine.matmul(prepared.scores, errors, operand_dtype)
     for source, scale in zip(sources, weights_scales, strict=True):
         if scale is not None:
-            reads += scale[:, None] * engine.matmul(queries, source, operand_dtype)
+            reads += scale * engine.matmul(queries, source, operand_dtype)
 
     def state_at(scales, row, token):
-        """The state after `token`, whose sources and errors weigh `scales[token]` and `row` [tokens]."""
-        state = engine.outer(keys, row[:, None] * errors, operand_dtype)
+        """The state after `token`, whose sources and errors weigh `scales[token]` and `row` [1, tokens]."""
+        state = engine.outer(keys, row.T * errors, operand_dtype)
         for source, scale in zip(sources, scales, strict=True):
             if scale is not None:
-                state += scale[token] * source
+                state += scale[token][None] * source
         return state
 
-    weights = (state_at(weights_scales, c.G[-1], -1),)
+    weights = (state_at(weights_scales, c.G[-1:], -1),)
     momentum = (state_at(momentum_scales, c.N, -1),) if rule.algorithm.has_momentum else ()
     opened = (anchor,)
     if gates.mask is not None:
         token = jnp.max(jnp.where(gates.mask, jnp.arange(keys.shape[0], dtype=jnp.int32), 0)) // chunk_size * chunk_size
-        here = state_at(start_scales, prepared.start_G[token], token)
+        here = state_at(start_scales, prepared.start_G[token][None], token)
         first = token == 0 if resets is None else (token == 0) & ~resets[0]
         opened = (jnp.where(first, anchor, here),)
     anchor_reads = base - engine.matmul(prepared.overlap, errors, operand_dtype)
@@ -139,7 +139,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
 
 
 def terms(c, start: MemoryState, initial: MemoryState):
-    """Source matrices (W_0, S_0, initial W, initial S) and the scales [tokens] they have in W_t and in S_t."""
+    """Source matrices (W_0, S_0, initial W, initial S) and the scales [tokens, 1] they have in W_t and in S_t."""
     (w,), (s,) = start.weights, start.momentum or (None,)
     sources, in_weights, in_momentum = [w, s], [c.beta, c.f], [None, c.p]
     if c.restart is not None:

@@ -84,7 +84,7 @@ class ChannelWeighing:
     def read(self, x, start, momentum, inner, deltas, operand_dtype):
         """As `Weighing.read`."""
         c = self.c
-        beta, f = c.beta.T, c.f.T
+        beta, f = c.beta[..., 0].T, c.f[..., 0].T
         if self.of_inputs:
             out = engine.matmul(x * beta, start, operand_dtype) + engine.matmul(x * f, momentum, operand_dtype)
             past = jnp.einsum("tc,ic,cti->ti", x, inner, c.G, precision="highest")
@@ -106,7 +106,7 @@ class ChannelWeighing:
             return kept + engine.outer(inner, deltas * of_tokens.T, operand_dtype)
 
         c = self.c
-        return weigh(c.beta[:, -1], c.f[:, -1], c.G[:, -1]), weigh(None, c.p[:, -1], c.N)
+        return weigh(c.beta[:, -1, 0], c.f[:, -1, 0], c.G[:, -1]), weigh(None, c.p[:, -1, 0], c.N[:, 0])
 
 
 def of_blocks(gates: Gates) -> tuple[Weighing | ChannelWeighing, ...]:
@@ -140,13 +140,13 @@ def scaled(row: jax.Array, matrix):
 
 def weighing(c: Coefficients, by_input, by_output) -> Weighing:
     """A weighing of coefficients with leaves [blocks, ...]."""
-    ends = jnp.stack([x[:, -1:] for x in (c.beta, c.f, c.p) if x is not None], axis=1)
-    f, N = (None, None) if c.f is None else (c.f[..., None], c.N[:, None])
-    return Weighing(c.beta[..., None], f, c.G, N, ends, by_input, by_output)
+    ends = jnp.concatenate([x[:, -1:] for x in (c.beta, c.f, c.p) if x is not None], axis=1)
+    return Weighing(c.beta, c.f, c.G, c.N, ends, by_input, by_output)
 
 
 def of_channels(gates: Gates, i: int, log_retention: jax.Array) -> Coefficients:
     """Coefficients of every channel of matrix i, leaves [blocks, channels, ...]: the C x C x d form."""
     log_retention = gates.log_retention[..., i, None] + log_retention
-    one = jax.vmap(coefficients, in_axes=(1, None, None, None))
-    return jax.vmap(one)(log_retention, gates.log_momentum[..., i], gates.step_size[..., i], gates.mask)
+    one = jax.vmap(coefficients, in_axes=(0, None, None, None))
+    scalars = jax.tree.map(lambda x: x[:, None], (gates.log_momentum[..., i], gates.step_size[..., i], gates.mask))
+    return jax.vmap(one)(jnp.swapaxes(log_retention, 1, 2)[:, :, None], *scalars)
