@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from titans_jax import memory
-from titans_jax.memory import algorithms, architectures, biases, fused, presets, retentions
+from titans_jax.memory import algorithms, architectures, biases, fused, kernel, presets, retentions
 
 CHUNK = 8
 FLOAT32, BFLOAT16, BFLOAT16_GATES = 1e-5, 5e-3, 2e-2
@@ -162,11 +162,11 @@ def test_other_choices(architecture, bias, algorithm, bias_gate):
 
 def test_chunks_that_share_a_stored_state(monkeypatch):
     """One head without a vmap; the backward kernel comes to every chunk's start once more."""
-    monkeypatch.setattr(fused, "STATE_TOKENS", 4 * CHUNK)
+    monkeypatch.setattr(kernel, "STATE_TOKENS", 4 * CHUNK)
     shared = {}
     for chunks in (4, 5, 6):
         queries = np.zeros((1, chunks, CHUNK, 16), np.float32)
-        found = fused.steps_of(fused.Chunks(queries, *[None] * 4), fused.BACKWARD_TOKENS)
+        found = kernel.steps_of(kernel.Chunks(queries, *[None] * 4), 1, kernel.BACKWARD_TOKENS)
         shared[chunks] = (found.chunks, found.groups)
     assert shared == {4: (4, 1), 5: (1, 5), 6: (3, 2)}
     check(titans(1), time=6 * CHUNK, head_dim=48)

@@ -26,13 +26,14 @@ SLOTS = ("MXU", "VALU", "XLU", "VLOAD", "VSTORE", "VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclass(frozen=True)
 class Case:
-    """Memories of two matrices, `heads` of all sequences together; cycles per token of one head of a first draft, and
+    """Memories of two matrices, so many sequences of so many heads; cycles per token of one head of a first draft, and
     to reach: forward, and with the backward pass. None where nobody set one."""
 
     head_dim: int
     chunk_size: int
     expansion: int = 4
-    heads: int = 32
+    rows: int = 2
+    heads: int = 16
     draft: tuple[float | None, float | None] = (None, None)
     target: tuple[float | None, float | None] = (None, None)
 
@@ -132,9 +133,9 @@ def _aim(draft: float | None, target: float | None) -> str:
 
 
 def _chunks_a_state() -> str:
-    from titans_jax.memory import fused
+    from titans_jax.memory import kernel
 
-    numbers = {case.chunk_size: min(fused.STATE_TOKENS // case.chunk_size, fused.MOST_CHUNKS) for case in CASES}
+    numbers = {case.chunk_size: min(kernel.STATE_TOKENS // case.chunk_size, kernel.MOST_CHUNKS) for case in CASES}
     return ", ".join(f"{number} of {size} tokens" for size, number in numbers.items() if number > 1)
 
 
@@ -142,7 +143,7 @@ def measure(topology: str, case: Case) -> Row:
     """Compile a case for a topology."""
     import jax
 
-    tokens = case.heads * CHUNKS * case.chunk_size
+    tokens = case.rows * case.heads * CHUNKS * case.chunk_size
     mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
     with jax.set_mesh(mesh), schedules.compiling() as started:
         traced = jax.jit(gradient(case, "fused")).trace(*inputs(case, mesh))
@@ -154,7 +155,7 @@ def measure(topology: str, case: Case) -> Row:
     kernels = {kernel.signature.name: kernel for kernel in schedules.pallas_kernels(traced.jaxpr.jaxpr)}
     files = {schedules.signature_of(call).name: call.name for call, _ in fused.kernels()}
     ahead, back = (schedules.read_schedule(schedules.folder(), files[name], started) for name in KERNELS)
-    heads = [case.heads // kernels[name].grid[0] for name in KERNELS]
+    heads = [case.rows * case.heads // kernels[name].grid[0] for name in KERNELS]
     each = [kernel.rows / (n * case.chunk_size) for kernel, n in zip((ahead, back), heads, strict=True)]
     return Row(
         topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0], sum(each), **cycles,
@@ -173,7 +174,8 @@ def forward(case: Case, form: str):
     def head(params, queries, keys, values, gates):
         return memory.memorize(rule, params, memory.init_state(rule, params), queries, keys, values, gates, form)[0]
 
-    return jax.vmap(head)
+    heads = jax.vmap(head, in_axes=(0, 1, 1, 1, 1), out_axes=1)
+    return jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
 
 
 def gradient(case: Case, form: str):
@@ -186,7 +188,8 @@ def gradient(case: Case, form: str):
 
 
 def inputs(case: Case, mesh):
-    """Shapes of what `forward` takes: bfloat16 tokens, all else float32."""
+    """Shapes of what `forward` takes, as a model has it: bfloat16 tokens [rows, time, heads, head_dim], all else
+    float32."""
     import jax
     import jax.numpy as jnp
 
@@ -197,8 +200,8 @@ def inputs(case: Case, mesh):
     width, hidden, time = case.head_dim, case.head_dim * case.expansion, CHUNKS * case.chunk_size
     matrices = shape((case.heads, width, hidden), jnp.float32), shape((case.heads, hidden, width), jnp.float32)
     params = {"weights": matrices, "norm_scale": shape((case.heads, width), jnp.float32)}
-    tokens = [shape((case.heads, time, width), jnp.bfloat16)] * 3
-    return params, *tokens, memory.Gates(*[shape((case.heads, time, 2), jnp.float32)] * 3)
+    lead = (case.rows, time, case.heads)
+    return params, *[shape((*lead, width), jnp.bfloat16)] * 3, memory.Gates(*[shape((*lead, 2), jnp.float32)] * 3)
 
 
 def save(rows: list[Row], folder: Path) -> Path:

@@ -162,8 +162,10 @@ class NeuralMemory(nnx.Module):
 
     def output(self, x: jax.Array, reads: jax.Array) -> jax.Array:
         """Reads [b, t, h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output projection."""
-        reads = checkpoint_name(reads.astype(self.dtype), "reads")
-        y = self.norm(reads).reshape(*reads.shape[:-2], -1)
+        # Held flat, or a TPU would take squares as the kernel has them, whose narrow heads fill no register.
+        flat = jax.lax.optimization_barrier(reads.astype(self.dtype).reshape(*reads.shape[:-2], -1))
+        reads = checkpoint_name(flat, "reads").reshape(reads.shape)
+        y = self.norm(reads).reshape(flat.shape)
         return self.output_projection(y * jax.nn.silu(self.output_gate(x)))
 
     def start(self, persistent: jax.Array | None = None) -> MemoryLayerState:

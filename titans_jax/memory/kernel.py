@@ -1,0 +1,277 @@
+"""The kernels of the fused form: a group of chunks of several heads in every step of their grid.
+
+They run `chunked.memorize_chunk` itself, so whatever memory, bias and retention it traces is here too, and the backward
+kernel is `jax.vjp` of the same function, chunks taken from the last to the first, the coefficients of the gates
+included. The grid is (groups of heads, groups of chunks); of every group of chunks the forward kernel keeps the start
+state, from which the backward kernel runs it once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from titans_jax.memory import chunked, weighing
+from titans_jax.memory.blocks import Beside, Steps, call, clear, copy, read, write
+from titans_jax.memory.coefficients import Cumulative, summed, tile
+from titans_jax.memory.platform import LANES, SUBLANES
+from titans_jax.memory.types import Gates, MemoryRule, MemoryState
+
+FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 1024
+"""Tokens, over heads, that a kernel takes at once. Their matrix products are independent, so one head's latency is the
+others' time; the backward kernel has more to keep."""
+MOST_HEADS = 32
+"""Heads, at most: more are no faster and take minutes to compile."""
+STATE_TOKENS, MOST_CHUNKS = 256, 8
+"""Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
+
+
+class Chunks(NamedTuple):
+    """What a chunk reads: leaves [n, chunks, rows, columns], n heads of any sequences.
+
+    rows: the scalar gates, padding and flags (`pack`), in one array because a small one fills a whole tile of memory.
+    bias_gate: [.., chunk_size, 1 or head_dim] or None.
+    """
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    rows: jax.Array
+    bias_gate: jax.Array | None
+
+
+TOKENS = ("queries", "keys", "values")
+
+
+class Heads(NamedTuple):
+    """What all chunks of a head read: leaves [n, rows, columns].
+
+    slow: slow parameters, vectors as rows. start, initial: (weights, momentum) before the first token, and before a
+    document's; anchor: gradients of the first chunk are taken there, None if at its start.
+    """
+
+    slow: dict[str, jax.Array]
+    start: tuple
+    anchor: tuple | None
+    initial: tuple | None
+
+
+class Results(NamedTuple):
+    """reads, surprise: [n, chunks, chunk_size, head_dim or 2]; end, opened: (weights, momentum), and the weights at the
+    start of the chunk that stays open (None if none is)."""
+
+    reads: jax.Array
+    surprise: jax.Array
+    end: tuple
+    opened: tuple | None
+
+
+# The chunk function
+
+
+def run_chunks(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks, is_first):
+    """`run_chunk` of several heads at once; the anchor of the sequence's first chunk may be another than its start."""
+    if anchor is not None:
+        anchor = jax.tree.map(lambda a, w: jnp.where(is_first, a, w), anchor, state[0])
+    one = functools.partial(run_chunk, rule, watch, opens)
+    return jax.vmap(one)(slow, state, anchor, initial, chunk)
+
+
+def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks):
+    """One chunk of one head, leaves without their leading axes: ((weights, momentum), opened, reads, surprise)."""
+    weights, momentum = state
+    weighings, flags = unpack(chunk.rows, len(weights), rule.algorithm.has_momentum, opens, chunk.keys.dtype)
+    start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
+    if initial is not None:
+        fresh = MemoryState(*initial, initial[0], 0)
+        start = jax.tree.map(lambda new, old: jnp.where(flags[0] > 0, new, old), fresh, start)
+    gates = Gates(None, None, None, bias_gate=chunk.bias_gate)
+    inputs = (chunk.queries, chunk.keys, chunk.values, gates, None, weighings)
+    (weights, momentum, opened), reads, surprise = chunked.memorize_chunk(rule, slow, start, None, inputs)
+    # The last flag is set in the chunk whose start is asked for; the sum over chunks is that one's.
+    opened = jax.tree.map(lambda w: flags[-1] * w, opened) if opens else None
+    watched = jnp.stack([surprise.loss, surprise.cotangent_norm], axis=1) if watch else None
+    return (weights, momentum), opened, reads, watched
+
+
+# Kernels
+
+
+def steps_of(chunks: Chunks, heads: int, tokens: int) -> Steps:
+    """As many heads as make `tokens` tokens of a chunk, as many chunks as share a stored state."""
+    n, count, size = chunks.queries.shape[:3]
+    group = largest_divisor(count, min(STATE_TOKENS // size, MOST_CHUNKS))
+    return Steps(n // heads, heads, min(tokens // size, MOST_HEADS), group, count // group)
+
+
+def largest_divisor(n: int, most: int) -> int:
+    return max(d for d in range(1, max(most, 1) + 1) if n % d == 0)
+
+
+def run_forward(
+    rule: MemoryRule, watch: bool, opens: bool, keep: bool, together: int, chunks: Chunks, heads: Heads
+) -> tuple[Results, tuple]:
+    """(results, states): the state before every group of chunks, [n, groups, rows, columns], if `keep`, else ().
+
+    together: heads that are neighbours in n, which lie side by side in a model.
+    """
+    steps = steps_of(chunks, together, FORWARD_TOKENS)
+    n, count, size, head_dim = chunks.queries.shape
+    start, dtype = heads.start, jax.tree.leaves(heads.start)[0].dtype
+    end = like(start)
+    results = Results(
+        Beside(jax.ShapeDtypeStruct((steps.rows, count, size, together * head_dim), chunks.queries.dtype), head_dim),
+        jax.ShapeDtypeStruct((n, count, size, 2), dtype) if watch else None,
+        end,
+        end[0] if opens else None,
+    )
+    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, steps.groups, *x.shape[1:]), dtype), start) if keep else ()
+
+    def kernel(chunks, heads, results, states, carried):
+        group = pl.program_id(1)
+
+        @pl.when(group == 0)
+        def _():
+            copy(heads.start, carried)
+            clear(results.opened)
+
+        if keep:
+            write(states, read(carried), 0)
+        slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
+
+        def one(j):
+            chunk = read(chunks, j)
+            state, opened, reads, surprise = run_chunks(
+                rule, watch, opens, slow, read(carried), anchor, initial, chunk, first(group, j)
+            )
+            write((results.reads, results.surprise), (reads, surprise), j)
+            write(results.opened, jax.tree.map(jnp.add, read(results.opened), opened))
+            write(carried, state)
+
+        repeat(steps.chunks, one)
+
+        @pl.when(group == steps.groups - 1)
+        def _():
+            copy(carried, results.end)
+
+    inputs = (beside(chunks, together), heads)
+    results, states = call(kernel, "memorize", steps, inputs, (results, states), [start], backwards=False)
+    return results._replace(reads=results.reads.astype(dtype).apart()), states
+
+
+def run_backward(rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results):
+    """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
+    steps = steps_of(chunks, together, BACKWARD_TOKENS)
+    opens, dtype = cotangents.opened is not None, jax.tree.leaves(heads.start)[0].dtype
+
+    def kernel(chunks, heads, states, cotangents, d_chunks, d_heads, carried, starts):
+        step = pl.program_id(1)
+        group = steps.groups - 1 - step
+        summed = (d_heads.slow, d_heads.initial, d_heads.anchor)
+
+        @pl.when(step == 0)
+        def _():
+            copy(cotangents.end, carried)
+            clear(summed)
+
+        slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
+
+        def one(j, slow, state, initial, anchor, chunk):
+            return run_chunks(rule, False, opens, slow, state, anchor, initial, chunk, first(group, j))[:3]
+
+        def again(j):
+            state, *_ = one(j, slow, read(starts, j), initial, anchor, read(chunks, j))
+            write(starts, state, j + 1)
+
+        def back(j):
+            j = steps.chunks - 1 - j
+            primals = (slow, read(starts, j), initial, anchor, read(chunks, j))
+            _, pull = jax.vjp(functools.partial(one, j), *primals)
+            d_slow, d_state, d_initial, d_anchor, d_chunk = pull(
+                (read(carried), read(cotangents.opened), read(cotangents.reads, j).astype(dtype))
+            )
+            write(d_chunks, d_chunk, j)
+            write(carried, d_state)
+            write(summed, jax.tree.map(jnp.add, read(summed), (d_slow, d_initial, d_anchor)))
+
+        write(starts, read(states, 0), 0)
+        if steps.chunks > 1:
+            repeat(steps.chunks - 1, again)
+        repeat(steps.chunks, back)
+
+        @pl.when(group == 0)
+        def _():
+            copy(carried, d_heads.start)
+
+    every = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], steps.chunks, *x.shape[1:]), x.dtype), heads.start)
+    chunks = beside(chunks, together)
+    reads = Beside.of(cotangents.reads, together).astype(chunks.queries.array.dtype)
+    cotangents = cotangents._replace(reads=reads)
+    inputs, outputs = (chunks, heads._replace(start=None), states, cotangents), like((chunks, heads))
+    d_chunks, d_heads = call(kernel, "memorize_backward", steps, inputs, outputs, [heads.start, every], backwards=True)
+    return d_chunks._replace(**{name: getattr(d_chunks, name).apart() for name in TOKENS}), d_heads
+
+
+def beside(chunks: Chunks, together: int) -> Chunks:
+    """Tokens with neighbouring heads side by side."""
+    return chunks._replace(**{name: Beside.of(getattr(chunks, name), together) for name in TOKENS})
+
+
+def first(group, j):
+    """Whether this is the sequence's first chunk."""
+    return (group == 0) & (j == 0)
+
+
+def repeat(times: int, body) -> None:
+    """body(0), body(1), ..., compiled once."""
+    if times == 1:
+        body(0)
+    else:
+        jax.lax.fori_loop(0, times, lambda j, _: body(j), None)
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+# Gates
+
+
+def pack(gates: Gates, flags: list) -> jax.Array:
+    """What coefficients of gates [chunks, tokens, matrices] are made of, padding [chunks, tokens] and flags [chunks],
+    as rows [chunks, n, tokens]."""
+    by_matrix = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2)[:, :, None], gates.scalars())
+    mask = None if gates.mask is None else gates.mask[:, None]
+    of_matrices = jax.vmap(summed, in_axes=(0, 0, 0, None, None))
+    *both, step_size = jax.vmap(of_matrices)(*by_matrix, mask, None)
+    rows = [x for gate in both if gate is not None for x in (gate.total, gate.reach, gate.first)] + [step_size]
+    rows = [jnp.broadcast_to(x, step_size.shape)[:, :, 0] for x in rows]
+    others = ([] if mask is None else [mask]) + [flag[:, None, None] for flag in flags]
+    shape = len(step_size), 1, step_size.shape[-1]
+    return jnp.concatenate(rows + [jnp.broadcast_to(x, shape).astype(step_size.dtype) for x in others], axis=1)
+
+
+def unpack(rows: jax.Array, matrices: int, with_momentum: bool, masked: bool, operand_dtype) -> tuple[tuple, list]:
+    """The weighings of one chunk, and its flags [1, 1], of `pack`'s rows."""
+    kinds = 7 if with_momentum else 4
+    columns = rows[: kinds * matrices].T
+    others = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(kinds * matrices, len(rows))]
+    mask = others.pop(0) > 0 if masked else None
+    weighings = []
+    for i in range(matrices):
+        at = range(i, kinds * matrices, matrices)
+
+        def gate(total, reach, first):
+            row = lambda k: rows[k : k + 1]  # noqa: E731
+            return Cumulative(row(total), columns[:, total : total + 1], row(reach), row(first)[:, :1], None)
+
+        c = tile(gate(*at[:3]), gate(*at[3:6]) if with_momentum else None, rows[at[-1] :][:1], mask, operand_dtype)
+        # Numbers that scale matrices fill a row of lanes, by way of whole registers: a kernel's gradient of a scalar
+        # does not compile.
+        ends = [jnp.broadcast_to(x[-SUBLANES:], (SUBLANES, LANES))[-1:] for x in (c.beta, c.f, c.p) if x is not None]
+        weighings.append(weighing.Weighing(c.beta, c.f, c.G, c.N, jnp.concatenate(ends)))
+    return tuple(weighings), [flag[:, :1] for flag in others]
