@@ -166,7 +166,7 @@ def test_chunks_that_share_a_stored_state(monkeypatch):
     shared = {}
     for chunks in (4, 5, 6):
         queries = np.zeros((1, chunks, CHUNK, 16), np.float32)
-        found = kernel.steps_of(kernel.Chunks(queries, *[None] * 4), 1, kernel.BACKWARD_TOKENS)
+        found = kernel.steps_of(kernel.Chunks(queries, *[None] * 4), (), 1, kernel.BACKWARD_TOKENS, 1)
         shared[chunks] = (found.chunks, found.groups)
     assert shared == {4: (4, 1), 5: (1, 5), 6: (3, 2)}
     check(titans(1), time=6 * CHUNK, head_dim=48)

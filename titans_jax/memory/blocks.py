@@ -19,19 +19,18 @@ from titans_jax.memory.platform import LANES, SUBLANES, target_platform
 
 VMEM_SHARE = 0.8
 """Of a core's VMEM, what a kernel may use; the rest is the compiler's."""
-BLOCKS_SHARE = 0.6
-"""Of that, what its blocks may take; the rest is for values on their way."""
 
 
 class Steps(NamedTuple):
     """The grid: `rows` sequences of `heads` heads each, `most_heads` at a time, or what VMEM holds; of every head
-    `groups` groups of `chunks` chunks."""
+    `groups` groups of `chunks` chunks. head_bytes: what a head's values on their way take, beside its blocks."""
 
     rows: int
     heads: int
     most_heads: int
     chunks: int
     groups: int
+    head_bytes: int
 
 
 @jax.tree_util.register_dataclass
@@ -85,10 +84,10 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     (inputs, _), (outputs, structure), (scratch, _) = parts
     vmem = VMEM_SHARE * vmem_bytes()
     # What comes and goes has two buffers.
-    head_bytes = sum(2 * bytes_of_head(x, steps) for x in inputs + outputs)
+    head_bytes = steps.head_bytes + sum(2 * bytes_of_head(x, steps) for x in inputs + outputs)
     head_bytes += sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
     widths = {x.width for x in inputs + outputs if is_beside(x)}
-    heads = heads_of_step(steps, widths, min(steps.most_heads, int(BLOCKS_SHARE * vmem / head_bytes)))
+    heads = heads_of_step(steps, widths, min(steps.most_heads, int(vmem / head_bytes)))
     across = max(steps.heads // heads, 1)  # steps that a sequence's heads take
 
     def spec(x):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from titans_jax.memory import chunked, weighing
-from titans_jax.memory.blocks import Beside, Steps, call, clear, copy, read, write
+from titans_jax.memory.blocks import Beside, Steps, call, clear, copy, read, tiled_bytes, write
 from titans_jax.memory.coefficients import Cumulative, summed, tile
 from titans_jax.memory.platform import LANES, SUBLANES
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState
@@ -26,6 +26,9 @@ FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 1024
 others' time; the backward kernel has more to keep."""
 MOST_HEADS = 32
 """Heads, at most: more are no faster and take minutes to compile."""
+FORWARD_VALUES, BACKWARD_VALUES = 8, 27
+"""Float32 numbers on their way, per token and lane of the fast matrices: what kernels of two matrices were found to
+need of VMEM beside their blocks (25 of the backward kernel's, at head_dim 64 and at 48)."""
 STATE_TOKENS, MOST_CHUNKS = 256, 8
 """Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
 
@@ -101,11 +104,12 @@ def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, i
 # Kernels
 
 
-def steps_of(chunks: Chunks, heads: int, tokens: int) -> Steps:
+def steps_of(chunks: Chunks, weights: tuple, together: int, tokens: int, values: int) -> Steps:
     """As many heads as make `tokens` tokens of a chunk, as many chunks as share a stored state."""
     n, count, size = chunks.queries.shape[:3]
     group = largest_divisor(count, min(STATE_TOKENS // size, MOST_CHUNKS))
-    return Steps(n // heads, heads, min(tokens // size, MOST_HEADS), group, count // group)
+    head_bytes = values * sum(tiled_bytes((size, w.shape[-1]), w.dtype) for w in jax.tree.leaves(weights))
+    return Steps(n // together, together, min(tokens // size, MOST_HEADS), group, count // group, head_bytes)
 
 
 def largest_divisor(n: int, most: int) -> int:
@@ -119,7 +123,7 @@ def run_forward(
 
     together: heads that are neighbours in n, which lie side by side in a model.
     """
-    steps = steps_of(chunks, together, FORWARD_TOKENS)
+    steps = steps_of(chunks, heads.start[0], together, FORWARD_TOKENS, FORWARD_VALUES)
     n, count, size, head_dim = chunks.queries.shape
     start, dtype = heads.start, jax.tree.leaves(heads.start)[0].dtype
     end = like(start)
@@ -165,7 +169,7 @@ def run_forward(
 
 def run_backward(rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results):
     """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
-    steps = steps_of(chunks, together, BACKWARD_TOKENS)
+    steps = steps_of(chunks, heads.start[0], together, BACKWARD_TOKENS, BACKWARD_VALUES)
     opens, dtype = cotangents.opened is not None, jax.tree.leaves(heads.start)[0].dtype
 
     def kernel(chunks, heads, states, cotangents, d_chunks, d_heads, carried, starts):
