@@ -5,6 +5,7 @@ Only Python's standard library is needed on the machine that launches.
 
 import argparse
 import difflib
+import itertools
 import re
 import shlex
 import subprocess
@@ -50,7 +51,9 @@ class Generation:
 
 
 _FLAT = (1, 4, 8, 16, 32, 64, 128, 256)
-_CUBES = (4, 8, 16, 32, 64, *(64 * cubes for cubes in range(2, 97)))
+# Parts of a cube of 64 chips, and boxes of cubes up to 4 x 4 x 6 of them.
+_BOXES = {a * b * c for a, b, c in itertools.combinations_with_replacement(range(1, 7), 3) if a * b * c <= 96}
+_CUBES = (4, 8, 16, 32, *(64 * cubes for cubes in sorted(_BOXES)))
 GENERATIONS = (
     Generation("v4", "v4", "tpu-ubuntu2204-base", 2, tuple(n for n in _CUBES if n <= 4096), (4,)),
     Generation("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, _FLAT, (1, 4, 8)),
