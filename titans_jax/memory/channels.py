@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from titans_jax.memory import halvings
 from titans_jax.memory.coefficients import LOG_CUT
-from titans_jax.memory.halvings import Level, levels, on_diagonal, power_of_two
 
 
 def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -22,65 +21,65 @@ def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     return log_gate if mask is None else jnp.where(mask[:, None], log_gate, 0)
 
 
-def cumulative(log_gate: jax.Array) -> jax.Array:
-    """K [tokens, channels]: the sum of log gates until each token, itself included."""
-    until = jnp.tril(jnp.ones((len(log_gate), len(log_gate)), log_gate.dtype))
-    return jnp.matmul(until, log_gate, precision="highest")
+def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Array:
+    """K [tokens, channels]: the sum of log gates until each token, itself included, of all or of the visible tokens."""
+    until = jnp.tril(jnp.ones((len(log_gate), len(log_gate)), bool)) if visible is None else visible
+    return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
 
 
-def decayed_scores(x: jax.Array, y: jax.Array, log_gate: jax.Array, visible: jax.Array, own: bool = True) -> jax.Array:
+def decayed_scores(x: jax.Array, y: jax.Array, log_gate: jax.Array, visible: jax.Array) -> jax.Array:
     """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0.
 
-    x, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular. Without
-    `own`, gates count until t - 1 and visible is strictly lower.
+    x, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular.
     """
     if log_gate.shape[1] == 1:
         K = cumulative(log_gate)
-        decay = jnp.exp(jnp.where(visible, (K if own else K - log_gate) - K.T, -jnp.inf))
-        return jnp.matmul(x, y.T, precision="highest") * decay
+        return jnp.matmul(x, y.T, precision="highest") * jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
     tokens = len(x)
     x, y, log_gate = (to_power_of_two(z) for z in (x, y, log_gate))
-    scores = None
-    for level in levels(len(x)):
-        decay = to_border(level, log_gate, own)
-        x_parts, y_parts = level.split(x), level.split(y)
-        across = level.across(jnp.einsum("ntc,nic->nti", x_parts * decay, y_parts * decay, precision="highest"))
-        if scores is None:  # no gate is between a token and itself
-            itself = jnp.einsum("ntc,nic->nti", x_parts, y_parts, precision="highest")
-            scores = jnp.where(np.eye(level.size, dtype=bool), itself, 0)
-        scores = on_diagonal(scores, level.size) + across
-    scores = jnp.matmul(x, y.T, precision="highest") if scores is None else scores[0]
-    return jnp.where(visible, scores[:tokens, :tokens], 0)
+    scores = jnp.sum(x * y, axis=1)[:, None, None]  # no gate is between a token and itself
+    for until, after in to_borders(log_gate):
+        later, earlier = later_half(x, until), earlier_half(y, after)
+        scores = halvings.join(scores, jnp.einsum("ntc,nic->nti", later, earlier, precision="highest"))
+    return jnp.where(visible, scores[0, :tokens, :tokens], 0)
 
 
-def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array, own: bool = True) -> jax.Array:
-    """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular.
-
-    Without `own`, gates count until t - 1 and scores are strictly lower.
-    """
+def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:
+    """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular."""
     tokens = len(deltas)
     deltas, log_gate = to_power_of_two(deltas), to_power_of_two(log_gate)
-    scores = jnp.pad(scores, (0, len(deltas) - tokens))
-    mixed = jnp.diagonal(scores)[:, None] * deltas
-    for level in levels(len(deltas)):
-        decay = to_border(level, log_gate, own)
-        read = jnp.einsum("nti,nio->nto", level.across(scores), level.split(deltas) * decay, precision="highest")
-        mixed += (read * decay).reshape(mixed.shape)
-    return mixed[:tokens]
+    diagonal, squares = halvings.squares(jnp.pad(scores, (0, len(deltas) - tokens)))
+    mixed = (diagonal[:, None] * deltas)[:, None]
+    for (until, after), across in zip(to_borders(log_gate), squares, strict=True):
+        read = jnp.einsum("nti,nio->nto", across, earlier_half(deltas, after), precision="highest")
+        earlier, later = halvings.halves(mixed)
+        mixed = jnp.concatenate([earlier, later + read * jnp.exp(until)], axis=1)
+    return mixed[0, :tokens]
 
 
-def to_border(level: Level, log_gate: jax.Array, own: bool) -> jax.Array:
-    """What the gates between each token and its border leave, [parts, size, channels]; a later token's `own` counts."""
-    _, with_own, without, before = level.pairs()
-    gates = jnp.asarray((with_own if own else without) | before, log_gate.dtype)
-    return jnp.exp(jnp.einsum("ts,nsc->ntc", gates, level.split(log_gate), precision="highest"))
+def to_borders(log_gate: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Per level, the sums of log gates between tokens and the border between the halves of their part, [parts, half,
+    channels]: of the later half's tokens, from the border until the token; of the earlier's, behind it."""
+    until, sums = log_gate[:, None], []
+    after = jnp.zeros_like(until)
+    while len(until) > 1:
+        (early_until, until), (after, late_after) = halvings.halves(until), halvings.halves(after)
+        sums.append((until, after))
+        after = jnp.concatenate([after + until[:, -1:], late_after], axis=1)
+        until = jnp.concatenate([early_until, until + early_until[:, -1:]], axis=1)
+    return sums
+
+
+def later_half(x: jax.Array, until: jax.Array) -> jax.Array:
+    """Later halves of x [tokens, channels], faded by the gates `until` their tokens, [parts, half, channels]."""
+    return halvings.halves(x.reshape(-1, *until.shape[1:]))[1] * jnp.exp(until)
+
+
+def earlier_half(y: jax.Array, after: jax.Array) -> jax.Array:
+    """Earlier halves of y [tokens, channels], faded by the gates `after` their tokens, [parts, half, channels]."""
+    return halvings.halves(y.reshape(-1, *after.shape[1:]))[0] * jnp.exp(after)
 
 
 def to_power_of_two(x: jax.Array) -> jax.Array:
     """[tokens, channels] with zeros behind."""
-    return jnp.pad(x, ((0, power_of_two(len(x)) - len(x)), (0, 0)))
-
-
-def at_most_zero(difference: jax.Array) -> jax.Array:
-    """Log decays, which are above 0 only where they do not count; at 0 the gradient is whole, unlike minimum's."""
-    return jnp.where(difference > 0, 0, difference)
+    return jnp.pad(x, ((0, halvings.power_of_two(len(x)) - len(x)), (0, 0)))

@@ -175,10 +175,10 @@ invert_unit_lower.defvjp(invert_forward, invert_backward)
 def substitute(lower: jax.Array) -> jax.Array:
     """`invert_unit_lower` without its gradient."""
     size = len(lower)
-    lower = jnp.pad(lower, (0, halvings.power_of_two(size) - size))
-    inverse = jnp.ones((len(lower), 1, 1), lower.dtype)
-    for level in halvings.levels(len(lower)):
-        inverse = halvings.on_diagonal(inverse, level.size)
-        right = engine.matmul(level.across(lower), inverse, lower.dtype)
-        inverse -= engine.matmul(inverse, right, lower.dtype)
+    diagonal, squares = halvings.squares(jnp.pad(lower, (0, halvings.power_of_two(size) - size)))
+    inverse = jnp.ones_like(diagonal)[:, None, None]
+    for across in squares:
+        earlier, later = halvings.halves(inverse)
+        right = engine.matmul(across, earlier, lower.dtype)
+        inverse = halvings.join(inverse, -engine.matmul(later, right, lower.dtype))
     return inverse[0, :size, :size]
