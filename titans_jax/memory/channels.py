@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import halvings
+from titans_jax.memory import engine, halvings
 from titans_jax.memory.coefficients import LOG_CUT
 
 
@@ -33,11 +33,11 @@ def decayed_scores(x: jax.Array, y: jax.Array, log_gate: jax.Array, visible: jax
     x, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular.
     """
     if log_gate.shape[1] == 1:
-        K = cumulative(log_gate)
+        K = engine.widened(cumulative(log_gate), len(log_gate))
         return jnp.matmul(x, y.T, precision="highest") * jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
     tokens = len(x)
     x, y, log_gate = (to_power_of_two(z) for z in (x, y, log_gate))
-    scores = jnp.sum(x * y, axis=1)[:, None, None]  # no gate is between a token and itself
+    scores = engine.row_sums(x * y)[:, None]  # no gate is between a token and itself
     for until, after in to_borders(log_gate):
         later, earlier = later_half(x, until), earlier_half(y, after)
         scores = halvings.join(scores, jnp.einsum("ntc,nic->nti", later, earlier, precision="highest"))

@@ -72,8 +72,8 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     judged_at = visible if rule.algorithm.decay_first else strictly
 
     def left(gates, log_gate):
-        """What these gates leave, [tokens, channels], 0 of tokens of another document than the last if they follow."""
-        return jnp.exp(channels.cumulative(log_gate, gates))
+        """What these gates of every token leave, [tokens, channels]."""
+        return engine.widened(jnp.exp(channels.cumulative(log_gate, gates)), keys.shape[1])
 
     def of_sources(x):
         """x [tokens, channels] in the documents that began with the carried and with the initial state."""
@@ -87,14 +87,16 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
         by_value = channels.clipped(gates.log_value_retention, gates.mask)
         judged_out, out, to_end = (left(of, by_value) for of in (judged_at, visible, strictly.T))
     step_size = gates.step_size if gates.mask is None else jnp.where(gates.mask[:, None], gates.step_size, 0)
-    written = -step_size * (keys if gates.key_step_size is None else keys * gates.key_step_size)
+    written = -engine.widened(step_size, keys.shape[1]) * keys
+    written = written if gates.key_step_size is None else written * gates.key_step_size
     if rule.algorithm.decay_first:
         overlap = channels.decayed_scores(keys, written, by_key, strictly)
     else:  # as read by the token before
         overlap = jnp.where(strictly, before(channels.decayed_scores(after(keys), written, by_key, visible)), 0)
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):
-        inverse = invert_unit_lower(-rule.bias.slope(gates.bias_gate) * overlap)
+        slope = engine.widened(rule.bias.slope(gates.bias_gate), len(keys))
+        inverse = invert_unit_lower(-slope * overlap)
     remaining = left(visible, by_key)
     return Prepared(
         by_value=by_value,
@@ -122,7 +124,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         total = sum(engine.matmul(row, source, operand_dtype) for row, source in zip(rows, sources, strict=True))
         return total if out is None else total * out
 
-    slope = rule.bias.slope(gates.bias_gate)
+    slope = engine.widened(rule.bias.slope(gates.bias_gate), values.shape[1])
     anchor_reads = from_start(prepared.judged, prepared.judged_out)
     errors = slope * anchor_reads - values
     if prepared.inverse is not None:
@@ -140,7 +142,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         reads += engine.matmul(prepared.scores, stepped, operand_dtype)
     else:
         reads += channels.decayed_mix(prepared.scores, stepped, by_value)
-    kept = sum(rows * source for rows, source in zip(prepared.kept, sources, strict=True))
+    kept = sum(engine.widened(rows, source.shape[1]) * source for rows, source in zip(prepared.kept, sources, strict=True))
     if by_value is not None:
         kept, stepped = kept * prepared.out[-1:], stepped * prepared.to_end
     weights = (kept + engine.outer(prepared.written, stepped, operand_dtype),)
