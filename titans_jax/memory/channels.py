@@ -27,59 +27,59 @@ def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Arr
     return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
 
 
-def decayed_scores(x: jax.Array, y: jax.Array, log_gate: jax.Array, visible: jax.Array) -> jax.Array:
-    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0.
+def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array) -> list[jax.Array]:
+    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
 
-    x, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular.
+    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular.
     """
     if log_gate.shape[1] == 1:
         K = engine.widened(cumulative(log_gate), len(log_gate))
-        return jnp.matmul(x, y.T, precision="highest") * jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
-    tokens = len(x)
-    x, y, log_gate = (to_power_of_two(z) for z in (x, y, log_gate))
-    scores = engine.row_sums(x * y)[:, None]  # no gate is between a token and itself
-    for until, after in to_borders(log_gate):
-        later, earlier = later_half(x, until), earlier_half(y, after)
-        scores = halvings.join(scores, jnp.einsum("ntc,nic->nti", later, earlier, precision="highest"))
-    return jnp.where(visible, scores[0, :tokens, :tokens], 0)
+        decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
+        return [engine.products(x, y, x.dtype) * decay for x in xs]
+    tokens = len(y)
+    xs, y = [to_parts(x) for x in xs], to_parts(y)
+    # No gate is between a token and itself.
+    scores = [engine.row_sums((x * y)[:, 0])[:, None] for x in xs]
+    for until, after in to_borders(to_parts(log_gate)):
+        early, late = halvings.halves(y)
+        faded, fading = early * jnp.exp(after), jnp.exp(until)
+        # The same rows again: their gradients then add up level by level, not in one sum of slices of all levels.
+        y = halvings.merge(early, late)
+        for reader, x in enumerate(xs):
+            early, late = halvings.halves(x)
+            across = jnp.einsum("ntc,nic->nti", late * fading, faded, precision="highest")
+            scores[reader] = halvings.join(scores[reader], across)
+            xs[reader] = halvings.merge(early, late)
+    return [jnp.where(visible, found[0, :tokens, :tokens], 0) for found in scores]
 
 
 def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:
     """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular."""
-    tokens = len(deltas)
-    deltas, log_gate = to_power_of_two(deltas), to_power_of_two(log_gate)
+    tokens, deltas = len(deltas), to_parts(deltas)
     diagonal, squares = halvings.squares(jnp.pad(scores, (0, len(deltas) - tokens)))
-    mixed = (diagonal[:, None] * deltas)[:, None]
-    for (until, after), across in zip(to_borders(log_gate), squares, strict=True):
-        read = jnp.einsum("nti,nio->nto", across, earlier_half(deltas, after), precision="highest")
-        earlier, later = halvings.halves(mixed)
-        mixed = jnp.concatenate([earlier, later + read * jnp.exp(until)], axis=1)
+    mixed = diagonal[:, None, None] * deltas
+    for (until, after), across in zip(to_borders(to_parts(log_gate)), squares, strict=True):
+        early, late = halvings.halves(deltas)
+        read = jnp.einsum("nti,nio->nto", across, early * jnp.exp(after), precision="highest") * jnp.exp(until)
+        deltas = halvings.merge(early, late)
+        early, late = halvings.halves(mixed)
+        mixed = halvings.merge(early, late + read)
     return mixed[0, :tokens]
 
 
 def to_borders(log_gate: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Per level, the sums of log gates between tokens and the border between the halves of their part, [parts, half,
-    channels]: of the later half's tokens, from the border until the token; of the earlier's, behind it."""
-    until, sums = log_gate[:, None], []
-    after = jnp.zeros_like(until)
+    """Per level, the sums of log gates [tokens, 1, channels] between tokens and the border between the halves of their
+    part, [parts, half, channels]: of the later half's tokens, from the border until the token; of the earlier's, behind
+    it."""
+    until, after, sums = log_gate, jnp.zeros_like(log_gate), []
     while len(until) > 1:
         (early_until, until), (after, late_after) = halvings.halves(until), halvings.halves(after)
         sums.append((until, after))
-        after = jnp.concatenate([after + until[:, -1:], late_after], axis=1)
-        until = jnp.concatenate([early_until, until + early_until[:, -1:]], axis=1)
+        after = halvings.merge(after + until[:, -1:], late_after)
+        until = halvings.merge(early_until, until + early_until[:, -1:])
     return sums
 
 
-def later_half(x: jax.Array, until: jax.Array) -> jax.Array:
-    """Later halves of x [tokens, channels], faded by the gates `until` their tokens, [parts, half, channels]."""
-    return halvings.halves(x.reshape(-1, *until.shape[1:]))[1] * jnp.exp(until)
-
-
-def earlier_half(y: jax.Array, after: jax.Array) -> jax.Array:
-    """Earlier halves of y [tokens, channels], faded by the gates `after` their tokens, [parts, half, channels]."""
-    return halvings.halves(y.reshape(-1, *after.shape[1:]))[0] * jnp.exp(after)
-
-
-def to_power_of_two(x: jax.Array) -> jax.Array:
-    """[tokens, channels] with zeros behind."""
-    return jnp.pad(x, ((0, halvings.power_of_two(len(x)) - len(x)), (0, 0)))
+def to_parts(x: jax.Array) -> jax.Array:
+    """[tokens, channels] in parts of one token, [tokens, 1, channels], as many as a power of two, with zeros behind."""
+    return jnp.pad(x, ((0, halvings.power_of_two(len(x)) - len(x)), (0, 0)))[:, None]

@@ -69,7 +69,8 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     document = jnp.zeros(keys.shape[:1], jnp.int32) if resets is None else jnp.cumsum(resets, dtype=jnp.int32)
     visible = jnp.tril(document[:, None] == document[None, :])
     strictly = visible & ~jnp.eye(len(document), dtype=bool)
-    judged_at = visible if rule.algorithm.decay_first else strictly
+    decays_first = rule.algorithm.decay_first
+    judged_at = visible if decays_first else strictly
 
     def left(gates, log_gate):
         """What these gates of every token leave, [tokens, channels]."""
@@ -89,10 +90,10 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     step_size = gates.step_size if gates.mask is None else jnp.where(gates.mask[:, None], gates.step_size, 0)
     written = -engine.widened(step_size, keys.shape[1]) * keys
     written = written if gates.key_step_size is None else written * gates.key_step_size
-    if rule.algorithm.decay_first:
-        overlap = channels.decayed_scores(keys, written, by_key, strictly)
-    else:  # as read by the token before
-        overlap = jnp.where(strictly, before(channels.decayed_scores(after(keys), written, by_key, visible)), 0)
+    # Before it forgets, a token reads what the one before it would.
+    judging = keys if decays_first else after(keys)
+    scores, overlap = channels.decayed_scores((x, judging), written, by_key, visible)
+    overlap = jnp.where(strictly, overlap if decays_first else before(overlap), 0)
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):
         slope = engine.widened(rule.bias.slope(gates.bias_gate), len(keys))
@@ -108,7 +109,7 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
         to_end=to_end,
         written=jnp.where(visible[-1][:, None], written * left(strictly.T, by_key), 0),
         overlap=overlap,
-        scores=channels.decayed_scores(x, written, by_key, visible),
+        scores=scores,
         inverse=inverse,
     )
 
@@ -142,7 +143,8 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         reads += engine.matmul(prepared.scores, stepped, operand_dtype)
     else:
         reads += channels.decayed_mix(prepared.scores, stepped, by_value)
-    kept = sum(engine.widened(rows, source.shape[1]) * source for rows, source in zip(prepared.kept, sources, strict=True))
+    kept = zip(prepared.kept, sources, strict=True)
+    kept = sum(engine.widened(rows, source.shape[1]) * source for rows, source in kept)
     if by_value is not None:
         kept, stepped = kept * prepared.out[-1:], stepped * prepared.to_end
     weights = (kept + engine.outer(prepared.written, stepped, operand_dtype),)

@@ -23,11 +23,16 @@ def halves(parts: jax.Array) -> tuple[jax.Array, jax.Array]:
     return earlier[:, 0], later[:, 0]
 
 
+def merge(earlier: jax.Array, later: jax.Array) -> jax.Array:
+    """Halves [parts, size, ...] as parts twice as long, [parts, 2 size, ...]."""
+    return jnp.concatenate([earlier, later], axis=1)
+
+
 def join(squares: jax.Array, across: jax.Array) -> jax.Array:
-    """[parts, size, size] as [parts / 2, 2 size, 2 size], with `across` [parts / 2, size, size] left of the diagonal."""
+    """[parts, n, n] as [parts / 2, 2 n, 2 n], with `across` [parts / 2, n, n] left of the diagonal."""
     earlier, later = halves(squares)
     right = jnp.zeros_like(earlier)
-    return jnp.concatenate([jnp.concatenate(pair, axis=2) for pair in ((earlier, right), (across, later))], axis=1)
+    return merge(*(jnp.concatenate(pair, axis=2) for pair in ((earlier, right), (across, later))))
 
 
 def squares(matrix: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

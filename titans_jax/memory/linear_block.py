@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 from titans_jax.memory import algorithms, architectures, biases, engine, halvings
 from titans_jax.memory.coefficients import Coefficients, of_chunks
+from titans_jax.memory.grid import GROUP
+from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 TOKENS_PER_BLOCK = 64
@@ -31,9 +33,12 @@ def runs(rule: MemoryRule, gates: Gates) -> bool:
     return plain and not isinstance(rule.algorithm, algorithms.LeastSquares) and not gates.channel_wise
 
 
-def block_size(rule: MemoryRule) -> int:
-    """Tokens per block: whole chunks, about 64 tokens."""
-    return rule.chunk_size * max(1, TOKENS_PER_BLOCK // rule.chunk_size)
+def grouping(rule: MemoryRule) -> tuple[int, int]:
+    """(tokens per block, whole chunks; blocks that are prepared at once); for a CPU, what its cache holds of them."""
+    tokens, blocks = TOKENS_PER_BLOCK, GROUP
+    if target_platform() == "cpu":
+        tokens, blocks = tokens // 2, blocks // 2
+    return rule.chunk_size * max(1, tokens // rule.chunk_size), blocks
 
 
 @jax.tree_util.register_dataclass
