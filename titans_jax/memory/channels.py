@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from titans_jax.memory import engine, halvings
 from titans_jax.memory.coefficients import LOG_CUT
-from titans_jax.memory.halvings import Level, levels, on_diagonal, power_of_two
 
 
 def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -22,65 +21,65 @@ def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     return log_gate if mask is None else jnp.where(mask[:, None], log_gate, 0)
 
 
-def cumulative(log_gate: jax.Array) -> jax.Array:
-    """K [tokens, channels]: the sum of log gates until each token, itself included."""
-    until = jnp.tril(jnp.ones((len(log_gate), len(log_gate)), log_gate.dtype))
-    return jnp.matmul(until, log_gate, precision="highest")
+def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Array:
+    """K [tokens, channels]: the sum of log gates until each token, itself included, of all or of the visible tokens."""
+    until = jnp.tril(jnp.ones((len(log_gate), len(log_gate)), bool)) if visible is None else visible
+    return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
 
 
-def decayed_scores(x: jax.Array, y: jax.Array, log_gate: jax.Array, visible: jax.Array, own: bool = True) -> jax.Array:
-    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0.
+def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array) -> list[jax.Array]:
+    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
 
-    x, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular. Without
-    `own`, gates count until t - 1 and visible is strictly lower.
+    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular.
     """
     if log_gate.shape[1] == 1:
-        K = cumulative(log_gate)
-        decay = jnp.exp(jnp.where(visible, (K if own else K - log_gate) - K.T, -jnp.inf))
-        return jnp.matmul(x, y.T, precision="highest") * decay
-    tokens = len(x)
-    x, y, log_gate = (to_power_of_two(z) for z in (x, y, log_gate))
-    scores = None
-    for level in levels(len(x)):
-        decay = to_border(level, log_gate, own)
-        x_parts, y_parts = level.split(x), level.split(y)
-        across = level.across(jnp.einsum("ntc,nic->nti", x_parts * decay, y_parts * decay, precision="highest"))
-        if scores is None:  # no gate is between a token and itself
-            itself = jnp.einsum("ntc,nic->nti", x_parts, y_parts, precision="highest")
-            scores = jnp.where(np.eye(level.size, dtype=bool), itself, 0)
-        scores = on_diagonal(scores, level.size) + across
-    scores = jnp.matmul(x, y.T, precision="highest") if scores is None else scores[0]
-    return jnp.where(visible, scores[:tokens, :tokens], 0)
+        K = engine.widened(cumulative(log_gate), len(log_gate))
+        decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
+        return [engine.products(x, y, x.dtype) * decay for x in xs]
+    tokens = len(y)
+    xs, y = [to_parts(x) for x in xs], to_parts(y)
+    # No gate is between a token and itself.
+    scores = [engine.row_sums((x * y)[:, 0])[:, None] for x in xs]
+    for until, after in to_borders(to_parts(log_gate)):
+        early, late = halvings.halves(y)
+        faded, fading = early * jnp.exp(after), jnp.exp(until)
+        # The same rows again: their gradients then add up level by level, not in one sum of slices of all levels.
+        y = halvings.merge(early, late)
+        for reader, x in enumerate(xs):
+            early, late = halvings.halves(x)
+            across = jnp.einsum("ntc,nic->nti", late * fading, faded, precision="highest")
+            scores[reader] = halvings.join(scores[reader], across)
+            xs[reader] = halvings.merge(early, late)
+    return [jnp.where(visible, found[0, :tokens, :tokens], 0) for found in scores]
 
 
-def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array, own: bool = True) -> jax.Array:
-    """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular.
-
-    Without `own`, gates count until t - 1 and scores are strictly lower.
-    """
-    tokens = len(deltas)
-    deltas, log_gate = to_power_of_two(deltas), to_power_of_two(log_gate)
-    scores = jnp.pad(scores, (0, len(deltas) - tokens))
-    mixed = jnp.diagonal(scores)[:, None] * deltas
-    for level in levels(len(deltas)):
-        decay = to_border(level, log_gate, own)
-        read = jnp.einsum("nti,nio->nto", level.across(scores), level.split(deltas) * decay, precision="highest")
-        mixed += (read * decay).reshape(mixed.shape)
-    return mixed[:tokens]
+def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:
+    """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular."""
+    tokens, deltas = len(deltas), to_parts(deltas)
+    diagonal, squares = halvings.squares(jnp.pad(scores, (0, len(deltas) - tokens)))
+    mixed = diagonal[:, None, None] * deltas
+    for (until, after), across in zip(to_borders(to_parts(log_gate)), squares, strict=True):
+        early, late = halvings.halves(deltas)
+        read = jnp.einsum("nti,nio->nto", across, early * jnp.exp(after), precision="highest") * jnp.exp(until)
+        deltas = halvings.merge(early, late)
+        early, late = halvings.halves(mixed)
+        mixed = halvings.merge(early, late + read)
+    return mixed[0, :tokens]
 
 
-def to_border(level: Level, log_gate: jax.Array, own: bool) -> jax.Array:
-    """What the gates between each token and its border leave, [parts, size, channels]; a later token's `own` counts."""
-    _, with_own, without, before = level.pairs()
-    gates = jnp.asarray((with_own if own else without) | before, log_gate.dtype)
-    return jnp.exp(jnp.einsum("ts,nsc->ntc", gates, level.split(log_gate), precision="highest"))
+def to_borders(log_gate: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Per level, the sums of log gates [tokens, 1, channels] between tokens and the border between the halves of their
+    part, [parts, half, channels]: of the later half's tokens, from the border until the token; of the earlier's, behind
+    it."""
+    until, after, sums = log_gate, jnp.zeros_like(log_gate), []
+    while len(until) > 1:
+        (early_until, until), (after, late_after) = halvings.halves(until), halvings.halves(after)
+        sums.append((until, after))
+        after = halvings.merge(after + until[:, -1:], late_after)
+        until = halvings.merge(early_until, until + early_until[:, -1:])
+    return sums
 
 
-def to_power_of_two(x: jax.Array) -> jax.Array:
-    """[tokens, channels] with zeros behind."""
-    return jnp.pad(x, ((0, power_of_two(len(x)) - len(x)), (0, 0)))
-
-
-def at_most_zero(difference: jax.Array) -> jax.Array:
-    """Log decays, which are above 0 only where they do not count; at 0 the gradient is whole, unlike minimum's."""
-    return jnp.where(difference > 0, 0, difference)
+def to_parts(x: jax.Array) -> jax.Array:
+    """[tokens, channels] in parts of one token, [tokens, 1, channels], as many as a power of two, with zeros behind."""
+    return jnp.pad(x, ((0, halvings.power_of_two(len(x)) - len(x)), (0, 0)))[:, None]

@@ -17,7 +17,8 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     for exact in (linear_block, gated_block):
         if exact.runs(rule, gates):
             prepare = functools.partial(exact.prepare, rule)
-            return memorize_blocks(exact.memorize, linear_block.block_size(rule), *arguments, prepare=prepare)
+            tokens, group = linear_block.grouping(rule)
+            return memorize_blocks(exact.memorize, tokens, *arguments, prepare=prepare, group=group)
     if rule.retention.lags:
         return memorize_blocks(lag.first_token(memorize_chunk), rule.chunk_size, *arguments)
     return memorize_blocks(memorize_chunk, rule.chunk_size, *arguments, prepare=weigh)

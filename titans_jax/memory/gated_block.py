@@ -36,17 +36,17 @@ class Prepared:
 
     judged, read: keys and queries for each source (the carried state and, with resets, the initial one), scaled by what
     is left of its rows; kept: what is left of them after the last token. judged_out, out, to_end: what is left of its
-    columns, and at the end of each token's, None where all is. by_value: log retention of value channels. written: keys
-    [head_dim, tokens] as they enter the weights at the block's end. overlap, scores: how errors weigh in what is judged
-    and in reads. inverse: of the system that the errors solve, None where they depend on no other.
+    columns, and at the end of each token's, None where all is. by_value: log retention of value channels. written:
+    minus step times keys, as they enter the weights at the block's end. overlap, scores: how errors weigh in what is
+    judged and in reads. inverse: of the system that the errors solve, None where they depend on no other.
     """
 
     by_value: jax.Array | None
     judged: list[jax.Array]
     read: list[jax.Array]
     kept: list[jax.Array]
-    judged_out: list[jax.Array] | None
-    out: list[jax.Array] | None
+    judged_out: jax.Array | None
+    out: jax.Array | None
     to_end: jax.Array | None
     written: jax.Array
     overlap: jax.Array
@@ -65,45 +65,51 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     log_retention = gates.log_retention
     if gates.log_key_retention is not None:
         log_retention = log_retention + gates.log_key_retention
-    by_key, by_value = channels.clipped(log_retention, gates.mask), None
-    K, V = channels.cumulative(by_key), None
-    if gates.log_value_retention is not None:
-        by_value = channels.clipped(gates.log_value_retention, gates.mask)
-        V = channels.cumulative(by_value)
+    by_key = channels.clipped(log_retention, gates.mask)
     document = jnp.zeros(keys.shape[:1], jnp.int32) if resets is None else jnp.cumsum(resets, dtype=jnp.int32)
     visible = jnp.tril(document[:, None] == document[None, :])
-
-    def left(K, K_rows):
-        """What is left at K_rows of the carried and of the initial state: decays [tokens, channels]."""
-        carried = (document == 0)[:, None]
-        decays = [jnp.where(carried, jnp.exp(K_rows), 0)]
-        if resets is not None:  # K before the first token of each token's document
-            began = jnp.where(visible & resets[None, :], 1.0, 0.0).astype(K.dtype)
-            began = jnp.matmul(began, shifted(K), precision="highest")
-            decays.append(jnp.where(carried, 0, jnp.exp(channels.at_most_zero(K_rows - began))))
-        return decays
-
-    step_size = gates.step_size if gates.mask is None else jnp.where(gates.mask[:, None], gates.step_size, 0)
-    written = keys if gates.key_step_size is None else keys * gates.key_step_size
-    descent = -step_size.T  # on [tokens, tokens], where it costs least
-    judged_at = K if rule.algorithm.decay_first else shifted(K)
     strictly = visible & ~jnp.eye(len(document), dtype=bool)
-    overlap = channels.decayed_scores(keys, written, by_key, strictly, own=rule.algorithm.decay_first) * descent
+    decays_first = rule.algorithm.decay_first
+    judged_at = visible if decays_first else strictly
+
+    def left(gates, log_gate):
+        """What these gates of every token leave, [tokens, channels]."""
+        return engine.widened(jnp.exp(channels.cumulative(log_gate, gates)), keys.shape[1])
+
+    def of_sources(x):
+        """x [tokens, channels] in the documents that began with the carried and with the initial state."""
+        if resets is None:
+            return [x]
+        carried = (document == 0)[:, None]
+        return [jnp.where(carried, x, 0), jnp.where(carried, 0, x)]
+
+    by_value = judged_out = out = to_end = None
+    if gates.log_value_retention is not None:
+        by_value = channels.clipped(gates.log_value_retention, gates.mask)
+        judged_out, out, to_end = (left(of, by_value) for of in (judged_at, visible, strictly.T))
+    step_size = gates.step_size if gates.mask is None else jnp.where(gates.mask[:, None], gates.step_size, 0)
+    written = -engine.widened(step_size, keys.shape[1]) * keys
+    written = written if gates.key_step_size is None else written * gates.key_step_size
+    # Before it forgets, a token reads what the one before it would.
+    judging = keys if decays_first else after(keys)
+    scores, overlap = channels.decayed_scores((x, judging), written, by_key, visible)
+    overlap = jnp.where(strictly, overlap if decays_first else before(overlap), 0)
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):
-        inverse = invert_unit_lower(-rule.bias.slope(gates.bias_gate) * overlap)
-    remaining = left(K, K)
+        slope = engine.widened(rule.bias.slope(gates.bias_gate), len(keys))
+        inverse = invert_unit_lower(-slope * overlap)
+    remaining = left(visible, by_key)
     return Prepared(
         by_value=by_value,
-        judged=[keys * decay for decay in left(K, judged_at)],
-        read=[x * decay for decay in remaining],
-        kept=[decay[-1][:, None] for decay in remaining],
-        judged_out=None if V is None else left(V, shifted(V)),
-        out=None if V is None else left(V, V),
-        to_end=None if V is None else jnp.exp(V[-1:] - V),
-        written=jnp.where(visible[-1], (written * jnp.exp(K[-1:] - K)).T, 0) * descent,
+        judged=of_sources(keys * left(judged_at, by_key)),
+        read=of_sources(x * remaining),
+        kept=[decay[-1][:, None] for decay in of_sources(remaining)],
+        judged_out=judged_out,
+        out=out,
+        to_end=to_end,
+        written=jnp.where(visible[-1][:, None], written * left(strictly.T, by_key), 0),
         overlap=overlap,
-        scores=channels.decayed_scores(x, written, by_key, visible) * descent,
+        scores=scores,
         inverse=inverse,
     )
 
@@ -114,36 +120,42 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     operand_dtype, by_value, values = queries.dtype, prepared.by_value, engine.widen(values)
     sources = [start.weights[0]] if resets is None else [start.weights[0], initial.weights[0]]
 
-    def from_start(rows, outputs):
+    def from_start(rows, out):
         """rows_t times what is left of the state that token t's document began with."""
-        parts = zip(rows, sources, outputs or [1.0] * len(sources), strict=True)
-        return sum(engine.matmul(row, source, operand_dtype) * out for row, source, out in parts)
+        total = sum(engine.matmul(row, source, operand_dtype) for row, source in zip(rows, sources, strict=True))
+        return total if out is None else total * out
 
-    slope = rule.bias.slope(gates.bias_gate)
+    slope = engine.widened(rule.bias.slope(gates.bias_gate), values.shape[1])
     anchor_reads = from_start(prepared.judged, prepared.judged_out)
     errors = slope * anchor_reads - values
     if prepared.inverse is not None:
         errors = engine.matmul(prepared.inverse, errors, errors.dtype)
     stepped = errors if gates.value_step_size is None else errors * gates.value_step_size
     # Read for the surprise only; without an error to judge, nothing above is needed.
-    anchor_reads += past(prepared.overlap, stepped, by_value, False, operand_dtype)
+    if by_value is None:
+        anchor_reads += engine.matmul(prepared.overlap, stepped, operand_dtype)
+    else:  # by the token before
+        anchor_reads += before(channels.decayed_mix(after(prepared.overlap), stepped, by_value))
     surprise = (rule.bias(anchor_reads, values, gates.bias_gate), jnp.linalg.norm(errors, axis=-1))
 
-    reads = from_start(prepared.read, prepared.out) + past(prepared.scores, stepped, by_value, True, operand_dtype)
-    columns = [1.0] * len(sources) if by_value is None else [out[-1][None] for out in prepared.out]
-    kept = sum(rows * source * column for rows, source, column in zip(prepared.kept, sources, columns, strict=True))
-    stepped = stepped if by_value is None else stepped * prepared.to_end
-    weights = (kept + engine.matmul(prepared.written, stepped, operand_dtype),)
+    reads = from_start(prepared.read, prepared.out)
+    if by_value is None:
+        reads += engine.matmul(prepared.scores, stepped, operand_dtype)
+    else:
+        reads += channels.decayed_mix(prepared.scores, stepped, by_value)
+    kept = zip(prepared.kept, sources, strict=True)
+    kept = sum(engine.widened(rows, source.shape[1]) * source for rows, source in kept)
+    if by_value is not None:
+        kept, stepped = kept * prepared.out[-1:], stepped * prepared.to_end
+    weights = (kept + engine.outer(prepared.written, stepped, operand_dtype),)
     return (weights, (), weights), reads, Surprise(*jax.lax.stop_gradient(surprise))
 
 
-def past(scores, errors, log_gate, own: bool, operand_dtype):
-    """scores @ errors, in which every column of errors fades by its log gates (see `channels.decayed_mix`)."""
-    if log_gate is None:
-        return engine.matmul(scores, errors, operand_dtype)
-    return channels.decayed_mix(scores, errors, log_gate, own)
+def before(x: jax.Array) -> jax.Array:
+    """Rows of the token before, 0 before the first."""
+    return jnp.pad(x[:-1], ((1, 0), (0, 0)))
 
 
-def shifted(K: jax.Array) -> jax.Array:
-    """K of the token before, 0 before the first."""
-    return jnp.concatenate([jnp.zeros_like(K[:1]), K[:-1]])
+def after(x: jax.Array) -> jax.Array:
+    """Rows of the token after, 0 after the last."""
+    return jnp.pad(x[1:], ((0, 1), (0, 0)))

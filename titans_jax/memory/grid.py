@@ -82,13 +82,25 @@ def to_blocks(block_size: int, x: jax.Array) -> jax.Array:
 
 
 def memorize_blocks(
-    block, block_size: int, rule, params, state, queries, keys, values, gates, resets, initial, prepare=None
+    block,
+    block_size: int,
+    rule,
+    params,
+    state,
+    queries,
+    keys,
+    values,
+    gates,
+    resets,
+    initial,
+    prepare=None,
+    group=GROUP,
 ):
     """Scan `block` over the grid: (reads [time, head_dim], state, surprise [time]).
 
     block(rule, params, start, initial, inputs) -> ((weights, momentum, open chunk's start), reads, surprise) for one
     block's inputs (queries, keys, values, gates, resets, prepared). prepare(*inputs), leaves [blocks, ...], gives
-    what can be computed for many blocks at once because it does not depend on the state.
+    what can be computed for the blocks of a group at once because it does not depend on the state.
     """
     between_chunks = starts_chunk(state)
     layout = lay_out(rule.chunk_size, block_size, state, queries, keys, values, gates, resets)
@@ -108,30 +120,30 @@ def memorize_blocks(
             surprise = jax.tree.map(lambda x: jnp.where(mask, x, 0), surprise)
         return (weights, momentum, opened), (reads, surprise)
 
-    def group(carry, inputs):
+    def scan(carry, inputs):
         prepared = prepare and prepare(*inputs[1:])
         return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, (*inputs, prepared))
 
     carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)
-    carry, (reads, surprise) = scan_groups(group, carry, layout.inputs)
+    carry, (reads, surprise) = scan_groups(scan, group, carry, layout.inputs)
     surprise = jax.tree.map(layout.unplace, surprise)
     return layout.reads(reads), final_state(rule.chunk_size, layout, state, *carry), surprise
 
 
-def scan_groups(group, carry, inputs):
-    """Scan `group` over groups of GROUP blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
+def scan_groups(scan, group: int, carry, inputs):
+    """`scan` groups of `group` blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
     blocks = inputs[0].shape[0]
     inputs = (jnp.arange(blocks, dtype=jnp.int32), *inputs)
-    if blocks <= GROUP:
-        return group(carry, inputs)
-    group = jax.checkpoint(group, prevent_cse=False)
-    whole = blocks - blocks % GROUP
-    grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, GROUP, *x.shape[1:]), inputs)
-    carry, outputs = jax.lax.scan(group, carry, grouped)
+    if blocks <= group:
+        return scan(carry, inputs)
+    scan = jax.checkpoint(scan, prevent_cse=False)
+    whole = blocks - blocks % group
+    grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, group, *x.shape[1:]), inputs)
+    carry, outputs = jax.lax.scan(scan, carry, grouped)
     outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
     if whole == blocks:
         return carry, outputs
-    carry, rest = group(carry, jax.tree.map(lambda x: x[whole:], inputs))
+    carry, rest = scan(carry, jax.tree.map(lambda x: x[whole:], inputs))
     return carry, jax.tree.map(lambda *x: jnp.concatenate(x), outputs, rest)
 
 

@@ -1,53 +1,15 @@
 """A block of tokens halved again and again: what a later half has of the earlier one, at every scale.
 
-Every two tokens are on both sides of exactly one border, so a triangular [tokens, tokens] matrix is the sum of its
-`across` parts, one per level, and its diagonal. Sums of decays (`channels`) and triangular inverses (`linear_block`)
-are then a few batched products, where token by token they would be as many steps as tokens.
+Every two tokens are on both sides of exactly one border, so a lower triangular [tokens, tokens] matrix is its diagonal
+and, level by level, the squares that lie left of the diagonal: what later halves have of their earlier ones. Sums of
+decays (`channels`) and triangular inverses (`linear_block`) are then a few batched products, where token by token they
+would be as many steps as tokens. A level has parts [parts, size, ...], from single tokens up.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-
-SMALLEST = 16
-"""Tokens of the smallest parts: halves of 1, 2, 4 and 8 tokens share parts of this size, for larger products."""
-
-
-class Level(NamedTuple):
-    """One halving, in parts of `size` tokens: `half` of them on each side of every border."""
-
-    half: int
-    size: int
-
-    def split(self, x: jax.Array) -> jax.Array:
-        """[tokens, channels] in parts, [parts, size, channels]."""
-        return x.reshape(-1, self.size, x.shape[-1])
-
-    def across(self, matrix: jax.Array) -> jax.Array:
-        """What [tokens, tokens], or parts of it [parts, size, size], holds of later halves and their earlier ones."""
-        parts = diagonal(matrix, self.size) if matrix.ndim == 2 else matrix
-        return jnp.where(self.pairs()[0], parts, 0)
-
-    def pairs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """bool [size, size] at [t, i]: i in the earlier half of t's later one; i between the border and the later t,
-        itself included, or not; i between the earlier t, itself not included, and the border."""
-        t, i = np.arange(self.size)[:, None], np.arange(self.size)[None, :]
-        late, i_late = t // self.half % 2 == 1, i // self.half % 2 == 1
-        together = t // (2 * self.half) == i // (2 * self.half)
-        behind = together & late & i_late
-        return together & late & ~i_late, behind & (i <= t), behind & (i < t), together & ~late & ~i_late & (i > t)
-
-
-@functools.cache
-def levels(tokens: int) -> tuple[Level, ...]:
-    """The halvings of `tokens`, a power of two, from pairs of tokens up."""
-    halves = [1 << n for n in range(tokens.bit_length() - 1)]
-    return tuple(Level(half, min(max(2 * half, SMALLEST), tokens)) for half in halves)
 
 
 def power_of_two(tokens: int) -> int:
@@ -55,15 +17,29 @@ def power_of_two(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
-def diagonal(matrix: jax.Array, size: int) -> jax.Array:
-    """The square parts on the diagonal of [tokens, tokens], [parts, size, size]."""
-    return jnp.stack([matrix[i : i + size, i : i + size] for i in range(0, len(matrix), size)])
+def halves(parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[parts, ...] as (earlier, later), [parts / 2, ...] each."""
+    earlier, later = jnp.split(parts.reshape(-1, 2, *parts.shape[1:]), 2, axis=1)
+    return earlier[:, 0], later[:, 0]
 
 
-def on_diagonal(parts: jax.Array, size: int) -> jax.Array:
-    """[parts, n, n] as fewer parts [parts, size, size], with zeros elsewhere."""
-    count, n, _ = parts.shape
-    if n == size:
-        return parts
-    eye = jnp.eye(size // n, dtype=parts.dtype)
-    return jnp.einsum("pati,ab->patbi", parts.reshape(-1, size // n, n, n), eye).reshape(-1, size, size)
+def merge(earlier: jax.Array, later: jax.Array) -> jax.Array:
+    """Halves [parts, size, ...] as parts twice as long, [parts, 2 size, ...]."""
+    return jnp.concatenate([earlier, later], axis=1)
+
+
+def join(squares: jax.Array, across: jax.Array) -> jax.Array:
+    """[parts, n, n] as [parts / 2, 2 n, 2 n], with `across` [parts / 2, n, n] left of the diagonal."""
+    earlier, later = halves(squares)
+    right = jnp.zeros_like(earlier)
+    return merge(*(jnp.concatenate(pair, axis=2) for pair in ((earlier, right), (across, later))))
+
+
+def squares(matrix: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """The diagonal [tokens] of a [tokens, tokens] matrix and, from single tokens up, `across` of every `join`."""
+    parts, across = matrix[None], []
+    while parts.shape[1] > 1:
+        half = parts.shape[1] // 2
+        across.insert(0, parts[:, half:, :half])
+        parts = jnp.stack([parts[:, :half, :half], parts[:, half:, half:]], axis=1).reshape(-1, half, half)
+    return parts[:, 0, 0], across

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 
 from titans_jax.memory import algorithms, architectures, biases, engine, halvings
 from titans_jax.memory.coefficients import Coefficients, of_chunks
+from titans_jax.memory.grid import GROUP
+from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 TOKENS_PER_BLOCK = 64
@@ -31,9 +33,12 @@ def runs(rule: MemoryRule, gates: Gates) -> bool:
     return plain and not isinstance(rule.algorithm, algorithms.LeastSquares) and not gates.channel_wise
 
 
-def block_size(rule: MemoryRule) -> int:
-    """Tokens per block: whole chunks, about 64 tokens."""
-    return rule.chunk_size * max(1, TOKENS_PER_BLOCK // rule.chunk_size)
+def grouping(rule: MemoryRule) -> tuple[int, int]:
+    """(tokens per block, whole chunks; blocks that are prepared at once); for a CPU, what its cache holds of them."""
+    tokens, blocks = TOKENS_PER_BLOCK, GROUP
+    if target_platform() == "cpu":
+        tokens, blocks = tokens // 2, blocks // 2
+    return rule.chunk_size * max(1, tokens // rule.chunk_size), blocks
 
 
 @jax.tree_util.register_dataclass
@@ -175,10 +180,10 @@ invert_unit_lower.defvjp(invert_forward, invert_backward)
 def substitute(lower: jax.Array) -> jax.Array:
     """`invert_unit_lower` without its gradient."""
     size = len(lower)
-    lower = jnp.pad(lower, (0, halvings.power_of_two(size) - size))
-    inverse = jnp.ones((len(lower), 1, 1), lower.dtype)
-    for level in halvings.levels(len(lower)):
-        inverse = halvings.on_diagonal(inverse, level.size)
-        right = engine.matmul(level.across(lower), inverse, lower.dtype)
-        inverse -= engine.matmul(inverse, right, lower.dtype)
+    diagonal, squares = halvings.squares(jnp.pad(lower, (0, halvings.power_of_two(size) - size)))
+    inverse = jnp.ones_like(diagonal)[:, None, None]
+    for across in squares:
+        earlier, later = halvings.halves(inverse)
+        right = engine.matmul(across, earlier, lower.dtype)
+        inverse = halvings.join(inverse, -engine.matmul(later, right, lower.dtype))
     return inverse[0, :size, :size]

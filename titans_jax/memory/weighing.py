@@ -39,7 +39,8 @@ class Weighing:
             scores = engine.products(x, inner, operand_dtype)
             faded = x
         else:
-            scores = channels.decayed_scores(x, inner, self.by_input, jnp.tril(jnp.ones(self.G.shape, bool)))
+            visible = jnp.tril(jnp.ones(self.G.shape, bool))
+            (scores,) = channels.decayed_scores((x,), inner, self.by_input, visible)
             faded = x * jnp.exp(channels.cumulative(self.by_input))
         past = scores * self.G
         if self.by_output is not None:

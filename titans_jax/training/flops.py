@@ -10,7 +10,7 @@ import jax
 from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.memory_gates import GATES, channel_gates, scalar_gates
-from titans_jax.memory.linear_block import block_size
+from titans_jax.memory.linear_block import TOKENS_PER_BLOCK
 from titans_jax.tpu.topology import peak_flops
 
 
@@ -83,7 +83,7 @@ def memory_flops(model: ModelConfig) -> float:
     reads_keys = 2 if model.memory.architecture == "gated_mlp" else 1
     behind = sum(rows * columns for rows, columns in matrices[reads_keys:])
     states = 2 if rule.algorithm.has_momentum else 1
-    tokens = block_size(rule) if rule.chunk_size == 1 else rule.chunk_size
+    tokens = TOKENS_PER_BLOCK if rule.chunk_size == 1 else rule.chunk_size
     between = sum(tokens * (rows + columns) for rows, columns in matrices)
     reads = getattr(rule.algorithm, "iterations", 0) + 1
     return 2 * rule.algorithm.steps * (weights + behind + states * weights + reads * (states * weights + between))
