@@ -1,5 +1,6 @@
 """Convolution, norms and the memory layer's pieces against numbers written out by hand."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
 from titans_jax.layers import CausalConvolution, FeedForward, NeuralMemory, RMSNorm, norms
 from titans_jax.layers.documents import find_documents
 from titans_jax.layers.feed_forward import hidden_width
+from titans_jax.layers.memory_gates import MemoryGates
 from titans_jax.layers.norms import l2_normalize
 
 CONFIG = ModelConfig(dim=8, num_heads=2, head_dim=4, depth=1, dtype="float32", memory=MemoryConfig(chunk_size=4))
@@ -121,3 +123,26 @@ def test_documents_begin_after_the_persistent_tokens():
     expected, _, _ = jax.jit(lambda x: layer(x))(both)
     actual, _, _ = jax.jit(lambda x: layer(x, persistent=persistent))(x)
     np.testing.assert_allclose(actual, expected[:, 4:], atol=1e-6)
+
+
+def test_hgrn2_keeps_at_least_its_lower_bound():
+    """bound + (1 - bound) gate of every channel in numpy float64, and the key is what it forgets."""
+    config = dataclasses.replace(CONFIG, dtype="float64", memory=MemoryConfig(preset="hgrn2", gate_rank=2))
+    with jax.enable_x64(True):
+        gates = MemoryGates(config, memory_rule(config.memory), rngs=nnx.Rngs(0))
+        generator = np.random.default_rng(0)
+        x, bound = 50 * generator.normal(size=(1, 5, 8)), generator.normal(size=(2, 4))
+        gates.lower_bound[...] = jnp.asarray(bound)
+        gates.down[...] = jnp.asarray(generator.normal(size=(8, 2)))
+        gates.up[...] = jnp.asarray(generator.normal(size=(2, 1, 2, 4)))
+        keys, _, found = gates(jnp.asarray(x), None, jnp.zeros((1, 5, 2, 4)))
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    logits = np.einsum("btd,dr,rhc->bthc", x / np.sqrt(8), gates.down[...], gates.up[...][:, 0]) - 3
+    retention = sigmoid(bound) + (1 - sigmoid(bound)) * sigmoid(-logits)
+    assert np.ptp(sigmoid(logits)) > 0.9
+    np.testing.assert_allclose(np.exp(found.log_key_retention), retention, rtol=1e-12)
+    np.testing.assert_allclose(keys, 1 - retention, rtol=0, atol=1e-12)
+    assert np.all(np.exp(found.log_key_retention) >= sigmoid(bound) - 1e-12)

@@ -46,6 +46,8 @@ class GateChoices:
     sigmoid, so that a DeltaNet step can turn over); "rate", the step of the retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
     (exp(-e^(-1/2) sigmoid)), or None. channel_steps: step sizes vary by channel too, on the same sides.
+    lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
+    softmax over the layers, from 0 in the first; as layers share no parameters, each learns its own here, from 1/2.
     bias_gate: the threshold of a Huber bias is per channel, softplus of a logit. Any other bias with a number of its
     own (and Huber's where this is False) gets one per head in the same way; both start at 1.
     keys: "projected"; "complement", 1 - retention (HGRN2); "removal", a removal and a replacement key (RWKV-7).
@@ -55,6 +57,7 @@ class GateChoices:
     step_size: Literal["bounded", "sigmoid", "softplus", "double", "rate", "one"] = "one"
     key: Literal["forget", "gla", "rwkv"] | None = None
     value: Literal["forget"] | None = None
+    lower_bound: bool = False
     channel_steps: bool = False
     bias_gate: bool = False
     keys: Literal["projected", "complement", "removal"] = "projected"
@@ -70,7 +73,7 @@ GATES = {
     "lightning_attention": GateChoices("lightning"),
     "gla": GateChoices(key="gla"),
     "mamba2": GateChoices("rate", "rate"),
-    "hgrn2": GateChoices(key="forget", keys="complement", forget_bias=-3.0),
+    "hgrn2": GateChoices(key="forget", lower_bound=True, keys="complement", forget_bias=-3.0),
     "deltanet": GateChoices(step_size="sigmoid"),
     "longhorn": GateChoices(step_size="softplus"),
     "ttt_linear": GateChoices(step_size="bounded"),
@@ -125,6 +128,9 @@ class MemoryGates(nnx.Module):
             self.down = nnx.Param(down(rngs.params(), (config.dim, config.memory.gate_rank), dtype))
             self.up = nnx.Param(up(rngs.params(), (config.memory.gate_rank, *shape), dtype))
             self.channel_bias = nnx.Param(logical(lambda: start, None, "heads", None)())
+        if choices.lower_bound:
+            bound = logical(initializers.zeros, "heads", None)
+            self.lower_bound = nnx.Param(bound(rngs.params(), (heads, config.head_dim), dtype))
         if choices.keys == "removal":  # which channels of a key are removed, and how much of them is replaced
             ones = logical(initializers.ones, "heads", None)
             self.removal = nnx.Param(ones(rngs.params(), (heads, config.head_dim), dtype))
@@ -136,6 +142,9 @@ class MemoryGates(nnx.Module):
         channel = {}
         if self.choices.key:
             channel["log_key_retention"] = log_retention(self.choices.key, logits["key"])
+        if self.choices.lower_bound:
+            bound = self.lower_bound[...][None, None]
+            channel["log_key_retention"] = at_least(bound, channel["log_key_retention"])
         if self.choices.value:
             channel["log_value_retention"] = log_retention(self.choices.value, logits["value"])
         if self.choices.channel_steps:  # 1 at first
@@ -263,3 +272,8 @@ def log_retention(kind: str, logit: jax.Array) -> jax.Array:
         "gla": lambda x: jax.nn.log_sigmoid(x) / 16,
         "rwkv": lambda x: -(math.e**-0.5) * jax.nn.sigmoid(x),
     }[kind](logit)
+
+
+def at_least(logit: jax.Array, log_gate: jax.Array) -> jax.Array:
+    """Log of bound + (1 - bound) gate, the bound being a logit's sigmoid (arXiv 2404.07904)."""
+    return jnp.logaddexp(jax.nn.log_sigmoid(logit), jax.nn.log_sigmoid(-logit) + log_gate)

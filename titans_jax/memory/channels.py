@@ -36,10 +36,10 @@ def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array) ->
         K = engine.widened(cumulative(log_gate), len(log_gate))
         decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
         return [engine.products(x, y, x.dtype) * decay for x in xs]
-    tokens = len(y)
-    xs, y = [to_parts(x) for x in xs], to_parts(y)
     # No gate is between a token and itself.
-    scores = [engine.row_sums((x * y)[:, 0])[:, None] for x in xs]
+    itself = [jnp.where(jnp.eye(len(y), dtype=bool), engine.products(x, y, x.dtype), 0) for x in xs]
+    tokens, xs, y = len(y), [to_parts(x) for x in xs], to_parts(y)
+    scores = [jnp.zeros((len(y), 1, 1), y.dtype) for _ in xs]
     for until, after in to_borders(to_parts(log_gate)):
         early, late = halvings.halves(y)
         faded, fading = early * jnp.exp(after), jnp.exp(until)
@@ -50,14 +50,15 @@ def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array) ->
             across = jnp.einsum("ntc,nic->nti", late * fading, faded, precision="highest")
             scores[reader] = halvings.join(scores[reader], across)
             xs[reader] = halvings.merge(early, late)
-    return [jnp.where(visible, found[0, :tokens, :tokens], 0) for found in scores]
+    scores = [own + past[0, :tokens, :tokens] for own, past in zip(itself, scores, strict=True)]
+    return [jnp.where(visible, of_x, 0) for of_x in scores]
 
 
 def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:
     """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular."""
     tokens, deltas = len(deltas), to_parts(deltas)
     diagonal, squares = halvings.squares(jnp.pad(scores, (0, len(deltas) - tokens)))
-    mixed = diagonal[:, None, None] * deltas
+    mixed = engine.widened(diagonal[:, None], deltas.shape[2])[:, None] * deltas
     for (until, after), across in zip(to_borders(to_parts(log_gate)), squares, strict=True):
         early, late = halvings.halves(deltas)
         read = jnp.einsum("nti,nio->nto", across, early * jnp.exp(after), precision="highest") * jnp.exp(until)

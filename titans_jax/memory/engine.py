@@ -85,11 +85,6 @@ def widened(column, width: int):
     return matmul(column, jnp.ones((1, width), column.dtype), column.dtype)
 
 
-def row_sums(x: jax.Array) -> jax.Array:
-    """Sums [n, 1] over the columns of x [n, width], by a product (see `widened`)."""
-    return matmul(x, jnp.ones((x.shape[1], 1), x.dtype), x.dtype)
-
-
 def precision(operand_dtype) -> jax.lax.Precision:
     """One pass for bfloat16 operands, all digits for wider ones."""
     return jax.lax.Precision.DEFAULT if operand_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST

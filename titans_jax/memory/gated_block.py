@@ -143,10 +143,10 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         reads += engine.matmul(prepared.scores, stepped, operand_dtype)
     else:
         reads += channels.decayed_mix(prepared.scores, stepped, by_value)
+    of_columns = jnp.ones_like(values[-1:]) if by_value is None else prepared.out[-1:]
     kept = zip(prepared.kept, sources, strict=True)
-    kept = sum(engine.widened(rows, source.shape[1]) * source for rows, source in kept)
-    if by_value is not None:
-        kept, stepped = kept * prepared.out[-1:], stepped * prepared.to_end
+    kept = sum(engine.matmul(of_rows, of_columns, of_rows.dtype) * source for of_rows, source in kept)
+    stepped = stepped if by_value is None else stepped * prepared.to_end
     weights = (kept + engine.outer(prepared.written, stepped, operand_dtype),)
     return (weights, (), weights), reads, Surprise(*jax.lax.stop_gradient(surprise))
 
