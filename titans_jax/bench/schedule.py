@@ -8,6 +8,7 @@ not in them. Every sequence here has a prime number of chunks, so that no loop o
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import importlib.util
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ SLOTS = ("MXU", "VALU", "XLU", "VLOAD", "VSTORE", "VLOAD:FILL", "VSTORE:SPILL")
 @dataclass(frozen=True)
 class Case:
     """Memories of two matrices, so many sequences of so many heads; cycles per token of one head of a first draft, and
-    to reach: forward, and with the backward pass. None where nobody set one."""
+    to reach: forward, and with the backward pass. None where nobody set one. Aims are Titans'."""
 
     head_dim: int
     chunk_size: int
@@ -36,6 +37,7 @@ class Case:
     heads: int = 16
     draft: tuple[float | None, float | None] = (None, None)
     target: tuple[float | None, float | None] = (None, None)
+    preset: str = "titans"
 
     def __str__(self) -> str:
         return f"{self.head_dim}, {self.head_dim * self.expansion}"
@@ -57,6 +59,8 @@ class ScheduleBenchOptions:
     """What to compile for, for example v6e:1x1 v5e:1x1 v5p:2x2x1."""
     chunk_sizes: tuple[int, ...] = ()
     """Only cases with these chunk sizes; empty takes all."""
+    preset: str = "titans"
+    """A preset of a deep memory, with its own gates."""
     output: str = "runs/bench_schedule"
     """Folder for schedule.csv and schedule.png."""
 
@@ -65,10 +69,11 @@ class ScheduleBenchOptions:
 class Row:
     """One line of the table; figures are cycles per token of one head.
 
-    outside: what the training program does around the kernels, gates to coefficients most of all. xla_forward,
-    xla_both: the chunked form as XLA compiles it, by the compiler's estimates.
+    outside: what the training program does around the kernels, sums of gates most of all. xla_forward, xla_both: the
+    chunked form as XLA compiles it, by the compiler's estimates.
     """
 
+    preset: str
     topology: str
     head_dim: int
     hidden: int
@@ -91,6 +96,8 @@ def main(arguments: list[str]) -> None:
 
     options = parse("titans bench schedule", ScheduleBenchOptions, arguments, ScheduleBenchOptions())
     topologies = [find_topology(name).name for name in options.topologies]
+    if options.preset not in (deep := deep_presets()):
+        raise ConfigError(f"preset is {options.preset!r}; use one of {', '.join(deep)}")
     known = {case.chunk_size for case in CASES}
     if unknown := set(options.chunk_sizes) - known:
         raise ConfigError(f"chunk_sizes has {min(unknown)}; use any of {', '.join(map(str, sorted(known)))}")
@@ -99,14 +106,14 @@ def main(arguments: list[str]) -> None:
     table = Table(
         "topology", "head_dim, hidden", "chunk", "heads a step", "forward", "first draft -> to reach",
         "forward + backward", "first draft -> to reach", "outside", "XLA form",
-        title="scheduled cycles per token of one head",
+        title=f"{options.preset}: scheduled cycles per token of one head",
     )  # fmt: skip
     slots = Table("topology", "head_dim, hidden", "chunk", "kernel", *SLOTS, title="slots that the schedule fills")
     rows, console = [], Console()
     for topology in topologies:
         for case in (case for case in CASES if not options.chunk_sizes or case.chunk_size in options.chunk_sizes):
             with console.status(f"{topology}, head_dim {case.head_dim}, chunk {case.chunk_size}"):
-                row = measure(topology, case)
+                row = measure(topology, dataclasses.replace(case, preset=options.preset))
             rows.append(row)
             name = (topology, str(case), str(case.chunk_size))
             aims = [_aim(*pair) for pair in zip(case.draft, case.target, strict=True)]
@@ -120,8 +127,8 @@ def main(arguments: list[str]) -> None:
     console.print(table)
     console.print(slots)
     console.print(
-        "Aims are those for v6e. Heads a step: of the forward, and of the backward kernel. Outside: around the "
-        "kernels, by the compiler's estimates, as are the XLA form's figures (forward, and with the backward pass). "
+        "Aims are those of Titans for v6e. Heads a step: of the forward, and of the backward kernel. Outside: around "
+        "the kernels, by the compiler's estimates, as the XLA form's figures are (forward, with the backward pass). "
         f"Here every chunk's start state is stored; where k chunks share one, as up to {_chunks_a_state()}, the "
         "backward kernel runs the writes of k - 1 of k chunks once more, which costs at most that part of the forward."
     )
@@ -158,9 +165,24 @@ def measure(topology: str, case: Case) -> Row:
     heads = [case.rows * case.heads // kernels[name].grid[0] for name in KERNELS]
     each = [kernel.rows / (n * case.chunk_size) for kernel, n in zip((ahead, back), heads, strict=True)]
     return Row(
-        topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0], sum(each), **cycles,
-        forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots, backward_slots=back.slots,
+        case.preset, topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0], sum(each),
+        **cycles, forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots, backward_slots=back.slots,
     )  # fmt: skip
+
+
+def deep_presets() -> list[str]:
+    """Presets whose memory has a hidden width."""
+    import inspect
+
+    from titans_jax.memory.presets import PRESETS
+
+    return [name for name, make in PRESETS.items() if "expansion" in inspect.signature(make).parameters]
+
+
+def rule_of(case: Case):
+    from titans_jax.memory.presets import PRESETS
+
+    return PRESETS[case.preset](expansion=case.expansion, chunk_size=case.chunk_size)
 
 
 def forward(case: Case, form: str):
@@ -169,7 +191,7 @@ def forward(case: Case, form: str):
 
     from titans_jax import memory
 
-    rule = memory.presets.titans(depth=2, expansion=case.expansion, chunk_size=case.chunk_size)
+    rule = rule_of(case)
 
     def head(params, queries, keys, values, gates):
         return memory.memorize(rule, params, memory.init_state(rule, params), queries, keys, values, gates, form)[0]
@@ -193,15 +215,21 @@ def inputs(case: Case, mesh):
     import jax
     import jax.numpy as jnp
 
-    from titans_jax import memory
+    from titans_jax.bench.memory import random_inputs
+    from titans_jax.layers.memory_gates import GATES
 
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=place)
-    width, hidden, time = case.head_dim, case.head_dim * case.expansion, CHUNKS * case.chunk_size
-    matrices = shape((case.heads, width, hidden), jnp.float32), shape((case.heads, hidden, width), jnp.float32)
-    params = {"weights": matrices, "norm_scale": shape((case.heads, width), jnp.float32)}
-    lead = (case.rows, time, case.heads)
-    return params, *[shape((*lead, width), jnp.bfloat16)] * 3, memory.Gates(*[shape((*lead, 2), jnp.float32)] * 3)
+    sizes = (case.rows, case.heads, CHUNKS * case.chunk_size, case.head_dim)
+    params, *tokens, gates = jax.eval_shape(lambda: random_inputs(rule_of(case), GATES[case.preset], *sizes))
+
+    def beside(x, dtype):
+        """Of a token's heads."""
+        rows, heads, time, *rest = x.shape
+        return shape((rows, time, heads, *rest), dtype)
+
+    params = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
+    return params, *[beside(x, jnp.bfloat16) for x in tokens], jax.tree.map(lambda x: beside(x, jnp.float32), gates)
 
 
 def save(rows: list[Row], folder: Path) -> Path:

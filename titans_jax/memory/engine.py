@@ -117,11 +117,11 @@ def readable(rule: MemoryRule, params, state: MemoryState) -> tuple[jax.Array, .
 def close(rule: MemoryRule, params, start: MemoryState, carried, reads, queries, mask):
     """What a chunk passes on and its reads, of the linear end state: if its last slot holds a token, the chunk is over,
     and that token reads what `Retention.close` makes of it."""
-    over = True if mask is None else mask[-1]
+    over = True if mask is None else mask[-1:]
     closed = rule.retention.close(carried, start.anchor, params)
-    last = read(rule, params, rule.retention.weights(closed, params), queries[-1])
+    last = read(rule, params, rule.retention.weights(closed, params), queries[-1:])
     carried = tuple(jnp.where(over, new, old) for new, old in zip(closed, carried, strict=True))
-    return carried, reads.at[-1].set(jnp.where(over, last, reads[-1]))
+    return carried, jnp.concatenate([reads[:-1], jnp.where(over, last, reads[-1:])])
 
 
 def widen(x: jax.Array) -> jax.Array:

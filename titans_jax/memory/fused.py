@@ -18,16 +18,16 @@ from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether the kernel can run the rule: scalar gates, and a retention that is linear to the chunk's end."""
-    return rule.retention.linear and not gates.channel_wise and not rule.algorithm.decay_first
+    """Whether the kernel can run the rule: scalar gates, and a retention that a kernel has the operations for."""
+    return rule.retention.fusible and not gates.channel_wise and not rule.algorithm.decay_first
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
     """One head; `jax.vmap` over it makes one kernel for all heads of all sequences."""
     if not runs(rule, gates):
         raise ValueError(
-            f"form is 'fused': its kernel runs rules with scalar gates and linear retention, not {rule.retention} of "
-            f"{rule.algorithm} with these gates; use form='chunked'."
+            f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates, only "
+            "scalar gates that act after the error, and no lag token or arctan; use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, size, state, queries, keys, values, gates, resets)
@@ -39,13 +39,13 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     if layout.valid is not None:  # padding or a reset that broke the grid's rules: NaN, never silently wrong
         rows = jnp.where(layout.valid, rows, jnp.nan)
     chunks = Chunks(queries, keys, values, rows, gates.bias_gate)
-    slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
     between_chunks = starts_chunk(state)
+    fill = functools.partial(fill_lanes, rule)
     heads = Heads(
-        slow,
-        fill_lanes((state.weights, state.momentum)),
-        None if between_chunks else fill_lanes(state.anchor),
-        None if resets is None else fill_lanes((initial.weights, initial.momentum)),
+        slow_rows(rule, params),
+        fill((state.weights, state.momentum)),
+        None if between_chunks else fill(state.anchor),
+        None if resets is None else fill((initial.weights, initial.momentum)),
     )
     found = over_heads(rule, watch, layout.last is not None)(chunks, heads)
     surprise = None
@@ -110,8 +110,19 @@ def vmapped(function, leading: int = 0):
     return wrapped
 
 
-def fill_lanes(matrices):
-    """Fast matrices [in, out] whose out is narrow as [out, in]."""
+def slow_rows(rule: MemoryRule, params) -> dict:
+    """Slow parameters as rows; a number of a matrix as a row [1, out] of it."""
+    slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
+    for name in rule.retention.slow(tuple(w.shape for w in params["weights"])):
+        numbers = zip(params[name], params["weights"], strict=True)
+        slow[name] = tuple(jnp.broadcast_to(number, (1, w.shape[1])) for number, w in numbers)
+    return slow
+
+
+def fill_lanes(rule: MemoryRule, matrices):
+    """Fast matrices [in, out] whose out is narrow as [out, in], if nothing but products is done with them."""
+    if not rule.retention.linear:
+        return matrices
     return jax.tree.map(lambda w: engine.Transposed(w.T) if w.shape[1] < w.shape[0] else w, matrices)
 
 

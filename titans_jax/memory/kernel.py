@@ -53,11 +53,12 @@ TOKENS = ("queries", "keys", "values")
 class Heads(NamedTuple):
     """What all chunks of a head read: leaves [n, rows, columns].
 
-    slow: slow parameters, vectors as rows. start, initial: (weights, momentum) before the first token, and before a
-    document's; anchor: gradients of the first chunk are taken there, None if at its start.
+    slow: slow parameters, vectors as rows; numbers of matrices as rows that they fill. start, initial: (weights,
+    momentum) before the first token, and before a document's; anchor: gradients of the first chunk are taken there,
+    None if at its start.
     """
 
-    slow: dict[str, jax.Array]
+    slow: dict[str, jax.Array | tuple]
     start: tuple
     anchor: tuple | None
     initial: tuple | None
@@ -87,12 +88,12 @@ def run_chunks(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, 
 def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks):
     """One chunk of one head, leaves without their leading axes: ((weights, momentum), opened, reads, surprise)."""
     weights, momentum = state
-    weighings, flags = unpack(chunk.rows, len(weights), rule.algorithm.has_momentum, opens, chunk.keys.dtype)
+    weighings, last, flags = unpack(chunk.rows, len(weights), rule.algorithm.has_momentum, opens, chunk.keys.dtype)
     start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
     if initial is not None:
         fresh = MemoryState(*initial, initial[0], 0)
         start = jax.tree.map(lambda new, old: jnp.where(flags[0] > 0, new, old), fresh, start)
-    gates = Gates(None, None, None, bias_gate=chunk.bias_gate)
+    gates = Gates(None, None, None, last, chunk.bias_gate)
     inputs = (chunk.queries, chunk.keys, chunk.values, gates, None, weighings)
     (weights, momentum, opened), reads, surprise = chunked.memorize_chunk(rule, slow, start, None, inputs)
     # The last flag is set in the chunk whose start is asked for; the sum over chunks is that one's.
@@ -259,8 +260,9 @@ def pack(gates: Gates, flags: list) -> jax.Array:
     return jnp.concatenate(rows + [jnp.broadcast_to(x, shape).astype(step_size.dtype) for x in others], axis=1)
 
 
-def unpack(rows: jax.Array, matrices: int, with_momentum: bool, masked: bool, operand_dtype) -> tuple[tuple, list]:
-    """The weighings of one chunk, and its flags [1, 1], of `pack`'s rows."""
+def unpack(rows: jax.Array, matrices: int, with_momentum: bool, masked: bool, operand_dtype) -> tuple:
+    """Of `pack`'s rows: the weighings of one chunk, whether its last slot holds a token (None: it does), and its flags,
+    each [1, 1]."""
     kinds = 7 if with_momentum else 4
     columns = rows[: kinds * matrices].T
     others = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(kinds * matrices, len(rows))]
@@ -278,4 +280,4 @@ def unpack(rows: jax.Array, matrices: int, with_momentum: bool, masked: bool, op
         # does not compile.
         ends = [jnp.broadcast_to(x[-SUBLANES:], (SUBLANES, LANES))[-1:] for x in (c.beta, c.f, c.p) if x is not None]
         weighings.append(weighing.Weighing(c.beta, c.f, c.G, c.N, jnp.concatenate(ends)))
-    return tuple(weighings), [flag[:, :1] for flag in others]
+    return tuple(weighings), None if mask is None else mask[:, -1:], [flag[:, :1] for flag in others]

@@ -3,7 +3,7 @@
 Every gate of Miras carries matrices A (an accumulator, logits, or the weights themselves) that evolve linearly inside a
 chunk, A_t = alpha_t A_{t-1} + S_t, which is what the parallel forms need. What is not linear is done once a chunk:
 
-    inside a chunk that began at A_0     W_t = weights(A_0) + slope(A_0) (A_t - A_0)      (a scalar slope per matrix)
+    inside a chunk that began at A_0     W_t = weights(A_0) + slope(A_0) (A_t - A_0)      (one slope per matrix)
     after its last token                 A_0 <- close(A_t, A_0), so that token reads weights(A_0)
 
 With chunk_size 1 this is the paper's rule at every token. `decay` is linear throughout: weights(A) = A.
@@ -28,13 +28,15 @@ class Retention:
 
     linear: weights(A) = A and nothing happens at a chunk's end. homogeneous: weights(A) = slope(A) A.
     positive: the weights cannot be negative, so the memory must be one that does not need it. lags: a chunk's first
-    token takes a step of its own, `first`, after which its anchor is (see `lag`).
+    token takes a step of its own, `first`, after which its anchor is (see `lag`). fusible: a TPU kernel has all the
+    operations of it; numbers of a whole matrix must then be rows, as `mean` makes them.
     """
 
     linear = False
     homogeneous = False
     positive = False
     lags = False
+    fusible = True
 
     def start(self, weights: jax.Array) -> jax.Array:
         """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
@@ -45,8 +47,9 @@ class Retention:
         return carried
 
     def slope(self, carried: Matrices, params: dict) -> tuple[jax.Array | float, ...]:
-        """How far the weights move with the carried ones inside a chunk, one scalar per matrix: their derivative or the
-        mean of its diagonal, with norms and thresholds held as they were at the chunk's start."""
+        """How far the weights move with the carried ones inside a chunk, a number per matrix, as a row [1, out] or 1.0:
+        their derivative or the mean of its diagonal, with norms and thresholds held as they were at the chunk's start.
+        """
         return (1.0,) * len(carried)
 
     def close(self, carried: Matrices, opened: Matrices, params: dict) -> Matrices:
@@ -54,7 +57,8 @@ class Retention:
         return carried
 
     def slow(self, shapes: tuple[tuple[int, int], ...]) -> dict[str, jax.Array]:
-        """Start values of slow parameters."""
+        """Start values of slow parameters, each [matrices]: a number per matrix. `weights`, `slope` and `close` get them
+        like that, or as a row [1, out] per matrix."""
         return {}
 
 
@@ -82,6 +86,10 @@ class Threshold(Retention):
             )
         if smooth not in ("exact", "arctan", "tanh"):
             raise ValueError(f"smooth is {smooth!r}: it must be 'exact', 'arctan' or 'tanh'.")
+
+    @property
+    def fusible(self) -> bool:
+        return self.smooth != "arctan"  # Mosaic has no arctan
 
     def shrink(self, matrices: Matrices) -> Matrices:
         """The soft threshold of every entry."""
@@ -168,9 +176,7 @@ class Lq(Retention):
         )
 
     def slope(self, carried, params):
-        return tuple(
-            jnp.mean(jnp.abs(a) ** (self.p - 2)) * (norm(a, self.p) + EPSILON) ** (2 - self.p) for a in carried
-        )
+        return tuple(mean(jnp.abs(a) ** (self.p - 2)) * (norm(a, self.p) + EPSILON) ** (2 - self.p) for a in carried)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +202,7 @@ class KullbackLeibler(Retention):
 
     def slope(self, carried, params):
         shares = (jax.nn.softmax(z, axis=0) for z in carried)
-        return tuple(c * jnp.mean(w * (1 - w)) for w, c in zip(shares, params["simplex_size"], strict=True))
+        return tuple(c * mean(w * (1 - w)) for w, c in zip(shares, params["simplex_size"], strict=True))
 
     def slow(self, shapes):
         return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
@@ -210,6 +216,7 @@ class LaggedKullbackLeibler(KullbackLeibler):
 
     homogeneous = True
     lags = True
+    fusible = False
 
     def start(self, weights):
         return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(super().start(weights), axis=0)
@@ -249,7 +256,7 @@ class FDivergence(Retention):
         return tuple(jnp.where(w < 0, 0, w) for w in carried)  # a learned start may have left the positive side
 
     def slope(self, carried, params):
-        return tuple(jnp.mean(w) for w in self.weights(carried, params))
+        return tuple(mean(w) for w in self.weights(carried, params))
 
     def close(self, carried, opened, params):
         return tuple(self.step(a, w) for a, w in zip(carried, opened, strict=True))
@@ -285,13 +292,24 @@ class BregmanLogit(Retention):
         return tuple(jax.nn.sigmoid(z) for z in carried)
 
     def slope(self, carried, params):
-        return tuple(jnp.mean(w * (1 - w)) for w in self.weights(carried, params))
+        return tuple(mean(w * (1 - w)) for w in self.weights(carried, params))
 
 
 def norm(matrix: jax.Array, q: float) -> jax.Array:
-    """||matrix||_q over all entries, with a finite gradient at 0; the largest entry is taken out first."""
-    largest = jax.lax.stop_gradient(jnp.maximum(jnp.max(jnp.abs(matrix)), 1e-30))
-    return largest * (jnp.sum(jnp.abs(matrix / largest) ** q) + 1e-30) ** (1 / q)
+    """||matrix||_q over all entries, as a row, with a finite gradient at 0; the largest entry is taken out first."""
+    largest = jax.lax.stop_gradient(jnp.maximum(over_all(jnp.max, jnp.abs(matrix)), 1e-30))
+    return largest * (over_all(jnp.sum, jnp.abs(matrix / largest) ** q) + 1e-30) ** (1 / q)
+
+
+def mean(matrix: jax.Array) -> jax.Array:
+    """The mean of all entries, as a row."""
+    return over_all(jnp.sum, matrix) / matrix.size
+
+
+def over_all(reduce: Callable, matrix: jax.Array) -> jax.Array:
+    """jnp.sum or jnp.max of all entries as a row [1, out] that it fills: a TPU kernel has no [1, 1], nor gradients of
+    it."""
+    return reduce(jnp.broadcast_to(reduce(matrix, axis=1, keepdims=True), matrix.shape), axis=0, keepdims=True)
 
 
 def bisect(function: Callable, low: jax.Array, high: jax.Array, steps: int = 60) -> jax.Array:
