@@ -12,11 +12,11 @@ from titans_jax.memory import algorithms, architectures, biases, fused, kernel, 
 
 CHUNK = 8
 FLOAT64, FLOAT32, BFLOAT16, BFLOAT16_GATES = 1e-10, 1e-5, 5e-3, 2e-2
-GATES = ("log_retention", "log_momentum", "step_size", "bias_gate")
+GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *kernel.CHANNELS)
 HEADS, ROWS_AND_HEADS = (2,), (2, 2)
 
 
-def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate=None):
+def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate=None, by_channel=False):
     """(params, inputs): leaves [..., head_dim or hidden] of as many heads and rows as `lead` has."""
     generator = np.random.default_rng(0)
     normal = lambda *shape: generator.normal(size=shape).astype(np.float32)  # noqa: E731
@@ -38,6 +38,9 @@ def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate
     }
     if rule.algorithm.has_momentum:
         inputs["log_momentum"] = np.log(uniform(0.1, 0.9, *tokens, len(shapes)))
+    if by_channel:
+        inputs |= {name: uniform(0.3, 1, *tokens, head_dim) for name in kernel.CHANNELS}
+        inputs |= {name: np.log(inputs[name]) for name in kernel.CHANNELS if name.startswith("log")}
     if rule.bias.takes_gate:
         inputs["bias_gate"] = uniform(0.3, 1.5, *written, *(() if bias_gate is None else (bias_gate,)))
     for name in ("queries", "keys", "values"):
@@ -72,6 +75,7 @@ def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradien
             x["step_size"],
             x.get("mask"),
             x.get("bias_gate"),
+            *(x.get(name) for name in kernel.CHANNELS),
         )
         state = memory.init_state(rule, params)
         if "state" in x:
@@ -175,13 +179,29 @@ def test_other_choices(architecture, bias, retention, algorithm, bias_gate):
     check(rule, HEADS, head_dim=16, bias_gate=bias_gate)
 
 
+@pytest.mark.parametrize("preset, chunk_size", [("yaad", 12), ("moneta", CHUNK)])
+def test_gates_of_every_channel(preset, chunk_size):
+    """A chunk that is no power of two, gates that cut, and padding behind the last token."""
+    rule = presets.PRESETS[preset](expansion=2, chunk_size=chunk_size)
+    params, inputs = draw(rule, HEADS, time=2 * chunk_size + 3, head_dim=16, by_channel=True)
+    for name in ("log_key_retention", "log_value_retention"):
+        inputs[name][:, 5, ::2] = -np.inf
+    inputs = jax.tree.map(lambda x: np.asarray(x, np.float64), inputs)
+    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    with jax.enable_x64(True):
+        found = [answers(rule, form, params, inputs, HEADS) for form in ("fused", "chunked")]
+    assert_equal(*found, FLOAT64)
+
+
 def test_chunks_that_share_a_stored_state(monkeypatch):
     """One head without a vmap; the backward kernel comes to every chunk's start once more."""
     monkeypatch.setattr(kernel, "STATE_TOKENS", 4 * CHUNK)
     shared = {}
     for chunks in (4, 5, 6):
         queries = np.zeros((1, chunks, CHUNK, 16), np.float32)
-        found = kernel.steps_of(kernel.Chunks(queries, *[None] * 4), (), 1, kernel.BACKWARD_TOKENS, 1)
+        found = kernel.steps_of(
+            titans(1), kernel.Chunks(queries, *[None] * 8), (), 1, kernel.BACKWARD_TOKENS, kernel.BACKWARD_VALUES
+        )
         shared[chunks] = (found.chunks, found.groups)
     assert shared == {4: (4, 1), 5: (1, 5), 6: (3, 2)}
     check(titans(1), time=6 * CHUNK, head_dim=48)
@@ -239,11 +259,10 @@ def test_a_sequence_in_two_calls():
     "rule, changed",
     [
         (titans(), {"log_key_retention": np.zeros((CHUNK, 16), np.float32)}),
-        (titans(), {"value_step_size": np.ones((CHUNK, 16), np.float32)}),
         (presets.memora(expansion=2, chunk_size=CHUNK, lag_token=True), {}),
         (presets.gated_deltanet(), {}),
     ],
-    ids=["channel-wise retention", "channel-wise step size", "lag token", "decay first"],
+    ids=["channel-wise retention with momentum", "lag token", "decay first"],
 )
 def test_rules_that_it_cannot_run_are_refused(rule, changed):
     params = memory.init_params(rule, jax.random.key(0), 16)

@@ -8,11 +8,43 @@ Sums of gates are matrix products too, with a 0/1 matrix, and subtract nothing.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from titans_jax.memory import engine, halvings
 from titans_jax.memory.coefficients import LOG_CUT
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelDecay:
+    """What log gates [tokens, channels] of a block, at least LOG_CUT and 0 at padding, leave of every channel."""
+
+    log_gate: jax.Array
+
+    def since_start(self) -> jax.Array:
+        """[tokens, channels]: of the block's start, at each token."""
+        return jnp.exp(cumulative(self.log_gate))
+
+    def to_end(self) -> jax.Array:
+        """[tokens, channels]: of each token, at the block's last."""
+        K = cumulative(self.log_gate)
+        return jnp.exp(K[-1:] - K)
+
+    def whole(self) -> jax.Array:
+        """[channels, 1]: of the block's start, at its last token."""
+        return self.since_start()[-1:].T
+
+    def scores(self, x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t; 0 for i > t."""
+        visible = jnp.tril(jnp.ones((len(y), len(y)), bool))
+        return decayed_scores((x,), y, self.log_gate, visible)[0]
+
+    def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
+        """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
+        return decayed_mix(scores, deltas, self.log_gate)
 
 
 def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:

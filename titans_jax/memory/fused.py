@@ -11,23 +11,26 @@ import math
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import engine, kernel
+from titans_jax.memory import channels, engine, kernel
 from titans_jax.memory.grid import final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether the kernel can run the rule: scalar gates, and a retention that a kernel has the operations for."""
-    return rule.retention.fusible and not gates.channel_wise and not rule.algorithm.decay_first
+    """Whether the kernel can run the rule: a retention that a kernel has the operations for, and channel-wise only
+    without momentum."""
+    by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
+    apart = not (by_channel and rule.algorithm.has_momentum)
+    return apart and rule.retention.fusible and not rule.algorithm.decay_first
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
     """One head; `jax.vmap` over it makes one kernel for all heads of all sequences."""
     if not runs(rule, gates):
         raise ValueError(
-            f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates, only "
-            "scalar gates that act after the error, and no lag token or arctan; use form='chunked'."
+            f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates: no "
+            "retention before the error, of channels with momentum, with a lag token or an arctan; use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, size, state, queries, keys, values, gates, resets)
@@ -38,7 +41,11 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     rows = kernel.pack(gates, flags)
     if layout.valid is not None:  # padding or a reset that broke the grid's rules: NaN, never silently wrong
         rows = jnp.where(layout.valid, rows, jnp.nan)
-    chunks = Chunks(queries, keys, values, rows, gates.bias_gate)
+    by_channel = {name: getattr(gates, name) for name in kernel.CHANNELS}
+    for name in ("log_key_retention", "log_value_retention"):
+        if by_channel[name] is not None:
+            by_channel[name] = jax.vmap(channels.clipped)(by_channel[name], gates.mask)
+    chunks = Chunks(queries, keys, values, rows, gates.bias_gate, **by_channel)
     between_chunks = starts_chunk(state)
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(

@@ -8,6 +8,7 @@ state, from which the backward kernel runs it once more.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from titans_jax.memory import chunked, weighing
+from titans_jax.memory import borders, chunked, weighing
 from titans_jax.memory.blocks import Beside, Steps, call, clear, copy, read, tiled_bytes, write
 from titans_jax.memory.coefficients import Cumulative, summed, tile
 from titans_jax.memory.platform import LANES, SUBLANES
@@ -26,18 +27,31 @@ FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 1024
 others' time; the backward kernel has more to keep."""
 MOST_HEADS = 32
 """Heads, at most: more are no faster and take minutes to compile."""
-FORWARD_VALUES, BACKWARD_VALUES = 8, 27
-"""Float32 numbers on their way, per token and lane of the fast matrices: what kernels of two matrices were found to
-need of VMEM beside their blocks (25 of the backward kernel's, at head_dim 64 and at 48)."""
 STATE_TOKENS, MOST_CHUNKS = 256, 8
 """Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
+
+
+class Values(NamedTuple):
+    """Float32 numbers on their way that a kernel was found to need of VMEM beside its blocks.
+
+    lanes: per token and lane of the fast matrices. matrices: copies of a head's matrices, where their retention is not
+    linear. sums: of log gates, per border that a token is beside, channel and retention of channels.
+    """
+
+    lanes: int
+    matrices: int
+    sums: int
+
+
+FORWARD_VALUES, BACKWARD_VALUES = Values(8, 1, 1), Values(27, 3, 2)
 
 
 class Chunks(NamedTuple):
     """What a chunk reads: leaves [n, chunks, rows, columns], n heads of any sequences.
 
     rows: the scalar gates, padding and flags (`pack`), in one array because a small one fills a whole tile of memory.
-    bias_gate: [.., chunk_size, 1 or head_dim] or None.
+    bias_gate: [.., chunk_size, 1 or head_dim] or None. log_key_retention .. value_step_size: [.., chunk_size, head_dim]
+    or None; retentions are 0 at padding.
     """
 
     queries: jax.Array
@@ -45,9 +59,14 @@ class Chunks(NamedTuple):
     values: jax.Array
     rows: jax.Array
     bias_gate: jax.Array | None
+    log_key_retention: jax.Array | None
+    log_value_retention: jax.Array | None
+    key_step_size: jax.Array | None
+    value_step_size: jax.Array | None
 
 
-TOKENS = ("queries", "keys", "values")
+CHANNELS = ("log_key_retention", "log_value_retention", "key_step_size", "value_step_size")
+TOKENS = ("queries", "keys", "values", *CHANNELS)
 
 
 class Heads(NamedTuple):
@@ -93,8 +112,12 @@ def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, i
     if initial is not None:
         fresh = MemoryState(*initial, initial[0], 0)
         start = jax.tree.map(lambda new, old: jnp.where(flags[0] > 0, new, old), fresh, start)
-    gates = Gates(None, None, None, last, chunk.bias_gate)
-    inputs = (chunk.queries, chunk.keys, chunk.values, gates, None, weighings)
+    for side, i, log_gate in (("by_input", 0, chunk.log_key_retention), ("by_output", -1, chunk.log_value_retention)):
+        if log_gate is not None:
+            weighings[i] = dataclasses.replace(weighings[i], **{side: borders.ChannelDecay(log_gate)})
+    steps = {"key_step_size": chunk.key_step_size, "value_step_size": chunk.value_step_size}
+    gates = Gates(None, None, None, last, chunk.bias_gate, **steps)
+    inputs = (chunk.queries, chunk.keys, chunk.values, gates, None, tuple(weighings))
     (weights, momentum, opened), reads, surprise = chunked.memorize_chunk(rule, slow, start, None, inputs)
     # The last flag is set in the chunk whose start is asked for; the sum over chunks is that one's.
     opened = jax.tree.map(lambda w: flags[-1] * w, opened) if opens else None
@@ -105,11 +128,16 @@ def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, i
 # Kernels
 
 
-def steps_of(chunks: Chunks, weights: tuple, together: int, tokens: int, values: int) -> Steps:
+def steps_of(rule: MemoryRule, chunks: Chunks, weights: tuple, together: int, tokens: int, values: Values) -> Steps:
     """As many heads as make `tokens` tokens of a chunk, as many chunks as share a stored state."""
-    n, count, size = chunks.queries.shape[:3]
+    n, count, size, head_dim = chunks.queries.shape
     group = largest_divisor(count, min(STATE_TOKENS // size, MOST_CHUNKS))
-    head_bytes = values * sum(tiled_bytes((size, w.shape[-1]), w.dtype) for w in jax.tree.leaves(weights))
+    shapes = [w.shape[1:] for w in jax.tree.leaves(weights)]
+    sides = sum(x is not None for x in (chunks.log_key_retention, chunks.log_value_retention))
+    needed = [(size, max(shape)) for shape in shapes] * values.lanes
+    needed += shapes * (0 if rule.retention.linear else values.matrices)
+    needed += [(size, head_dim)] * (sides * borders.levels(size) * values.sums)
+    head_bytes = sum(tiled_bytes(shape, jnp.float32) for shape in needed)
     return Steps(n // together, together, min(tokens // size, MOST_HEADS), group, count // group, head_bytes)
 
 
@@ -124,7 +152,7 @@ def run_forward(
 
     together: heads that are neighbours in n, which lie side by side in a model.
     """
-    steps = steps_of(chunks, heads.start[0], together, FORWARD_TOKENS, FORWARD_VALUES)
+    steps = steps_of(rule, chunks, heads.start[0], together, FORWARD_TOKENS, FORWARD_VALUES)
     n, count, size, head_dim = chunks.queries.shape
     start, dtype = heads.start, jax.tree.leaves(heads.start)[0].dtype
     end = like(start)
@@ -170,7 +198,7 @@ def run_forward(
 
 def run_backward(rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results):
     """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
-    steps = steps_of(chunks, heads.start[0], together, BACKWARD_TOKENS, BACKWARD_VALUES)
+    steps = steps_of(rule, chunks, heads.start[0], together, BACKWARD_TOKENS, BACKWARD_VALUES)
     opens, dtype = cotangents.opened is not None, jax.tree.leaves(heads.start)[0].dtype
 
     def kernel(chunks, heads, states, cotangents, d_chunks, d_heads, carried, starts):
@@ -218,12 +246,18 @@ def run_backward(rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, 
     cotangents = cotangents._replace(reads=reads)
     inputs, outputs = (chunks, heads._replace(start=None), states, cotangents), like((chunks, heads))
     d_chunks, d_heads = call(kernel, "memorize_backward", steps, inputs, outputs, [heads.start, every], backwards=True)
-    return d_chunks._replace(**{name: getattr(d_chunks, name).apart() for name in TOKENS}), d_heads
+    return d_chunks._replace(**on_tokens(Beside.apart, d_chunks)), d_heads
 
 
 def beside(chunks: Chunks, together: int) -> Chunks:
     """Tokens with neighbouring heads side by side."""
-    return chunks._replace(**{name: Beside.of(getattr(chunks, name), together) for name in TOKENS})
+    return chunks._replace(**on_tokens(lambda x: Beside.of(x, together), chunks))
+
+
+def on_tokens(function, chunks: Chunks) -> dict:
+    """What has head_dim numbers per token, each by a function."""
+    arrays = {name: getattr(chunks, name) for name in TOKENS}
+    return {name: function(x) for name, x in arrays.items() if x is not None}
 
 
 def first(group, j):
@@ -280,4 +314,4 @@ def unpack(rows: jax.Array, matrices: int, with_momentum: bool, masked: bool, op
         # does not compile.
         ends = [jnp.broadcast_to(x[-SUBLANES:], (SUBLANES, LANES))[-1:] for x in (c.beta, c.f, c.p) if x is not None]
         weighings.append(weighing.Weighing(c.beta, c.f, c.G, c.N, jnp.concatenate(ends)))
-    return tuple(weighings), None if mask is None else mask[:, -1:], [flag[:, :1] for flag in others]
+    return weighings, None if mask is None else mask[:, -1:], [flag[:, :1] for flag in others]

@@ -47,9 +47,8 @@ class Retention:
         return carried
 
     def slope(self, carried: Matrices, params: dict) -> tuple[jax.Array | float, ...]:
-        """How far the weights move with the carried ones inside a chunk, a number per matrix, as a row [1, out] or 1.0:
-        their derivative or the mean of its diagonal, with norms and thresholds held as they were at the chunk's start.
-        """
+        """How far the weights move with the carried ones inside a chunk, a number per matrix, a row [1, out] or 1.0:
+        their derivative or the mean of its diagonal, with norms and thresholds held as they were at its start."""
         return (1.0,) * len(carried)
 
     def close(self, carried: Matrices, opened: Matrices, params: dict) -> Matrices:
@@ -57,8 +56,8 @@ class Retention:
         return carried
 
     def slow(self, shapes: tuple[tuple[int, int], ...]) -> dict[str, jax.Array]:
-        """Start values of slow parameters, each [matrices]: a number per matrix. `weights`, `slope` and `close` get them
-        like that, or as a row [1, out] per matrix."""
+        """Start values of slow parameters, each [matrices]: a number per matrix. `weights`, `slope` and `close` get
+        them like that, or as a row [1, out] per matrix."""
         return {}
 
 

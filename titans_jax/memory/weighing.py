@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import channels, engine
+from titans_jax.memory import borders, channels, engine
 from titans_jax.memory.coefficients import Coefficients, coefficients, of_chunks
 from titans_jax.memory.types import Gates
 
@@ -22,7 +22,7 @@ class Weighing:
     """Scalar coefficients of a block (see `Coefficients`): beta, f [tokens, 1], G [tokens, tokens], N [1, tokens].
     f, N: None without momentum. ends: the last token's beta, with momentum also f and p, [1 or 3, 1 or more equal].
 
-    by_input, by_output: log retention of input and output channels, [tokens, channels], or None.
+    by_input, by_output: what is left of input and output channels, or None.
     """
 
     beta: jax.Array
@@ -30,8 +30,8 @@ class Weighing:
     G: jax.Array
     N: jax.Array | None
     ends: jax.Array
-    by_input: jax.Array | None = None
-    by_output: jax.Array | None = None
+    by_input: channels.ChannelDecay | borders.ChannelDecay | None = None
+    by_output: channels.ChannelDecay | borders.ChannelDecay | None = None
 
     def read(self, x, start, momentum, inner, deltas, operand_dtype):
         """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i."""
@@ -39,15 +39,12 @@ class Weighing:
             scores = engine.products(x, inner, operand_dtype)
             faded = x
         else:
-            visible = jnp.tril(jnp.ones(self.G.shape, bool))
-            (scores,) = channels.decayed_scores((x,), inner, self.by_input, visible)
-            faded = x * jnp.exp(channels.cumulative(self.by_input))
+            scores = self.by_input.scores(x, inner, operand_dtype)
+            faded = x * self.by_input.since_start()
         past = scores * self.G
         if self.by_output is not None:
             out = self.beta * engine.matmul(faded, start, operand_dtype)
-            return out * jnp.exp(channels.cumulative(self.by_output)) + channels.decayed_mix(
-                past, deltas, self.by_output
-            )
+            return out * self.by_output.since_start() + self.by_output.mix(past, deltas, operand_dtype)
         parts = [(self.beta, faded, start)] + [(self.f, x, momentum)] * (momentum is not None)
         if x.shape[1] < deltas.shape[1]:  # the narrower side is scaled, and one product adds up
             rows = [scale * x for scale, x, _ in parts] + [past]
@@ -61,11 +58,9 @@ class Weighing:
         """The matrix and its momentum after the last token."""
         kept = scaled(self.ends[:1], start)
         if self.by_input is not None:
-            K = channels.cumulative(self.by_input)
-            kept, inner = kept * jnp.exp(K[-1])[:, None], inner * jnp.exp(K[-1:] - K)
+            kept, inner = channels_scaled(self.by_input, kept, 0), inner * self.by_input.to_end()
         if self.by_output is not None:
-            K = channels.cumulative(self.by_output)
-            kept, deltas = kept * jnp.exp(K[-1:]), deltas * jnp.exp(K[-1:] - K)
+            kept, deltas = channels_scaled(self.by_output, kept, 1), deltas * self.by_output.to_end()
         rows = [self.G[-1:]] if momentum is None else [self.G[-1:], self.N]
         transposed = isinstance(start, engine.Transposed)
         moved, *pushed = engine.weighted_sums(rows, inner, deltas, operand_dtype, transposed)
@@ -122,7 +117,10 @@ def of_blocks(gates: Gates) -> tuple[Weighing | ChannelWeighing, ...]:
         of_inputs = gates.log_key_retention if i == 0 else None
         of_outputs = gates.log_value_retention if i == matrices - 1 else None
         if gates.log_momentum is None or (of_inputs is None and of_outputs is None):
-            sides = (x if x is None else jax.vmap(channels.clipped)(x, gates.mask) for x in (of_inputs, of_outputs))
+            sides = (
+                None if x is None else channels.ChannelDecay(jax.vmap(channels.clipped)(x, gates.mask))
+                for x in (of_inputs, of_outputs)
+            )
             made.append(weighing(jax.tree.map(lambda leaf: leaf[:, i], scalars), *sides))  # noqa: B023
         elif of_inputs is not None:
             made.append(ChannelWeighing(of_channels(gates, i, of_inputs), True))
@@ -137,6 +135,13 @@ def scaled(row: jax.Array, matrix):
     if row.shape[1] > 1:
         row = jnp.concatenate([row] * -(-lanes // row.shape[1]), axis=1)[:, :lanes]
     return row * matrix
+
+
+def channels_scaled(decay, matrix, axis: int):
+    """A matrix times what a whole block leaves of every input (axis 0) or output (1)."""
+    if isinstance(matrix, engine.Transposed):
+        return engine.Transposed(channels_scaled(decay, matrix.array, 1 - axis))
+    return matrix * (decay.whole() if axis == 0 else decay.since_start()[-1:])
 
 
 def weighing(c: Coefficients, by_input, by_output) -> Weighing:

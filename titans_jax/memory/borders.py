@@ -1,0 +1,93 @@
+"""Channel-wise retention of a chunk inside a kernel: `channels.ChannelDecay` by shifts and whole products.
+
+The idea is that of `channels`: a later half of tokens reads the earlier one through the border between them, at every
+level of halving. Here a level is masked rows of the whole chunk, so that nothing is cut or reshaped: sums of log gates
+grow from level to level by shifts of whole blocks, and of a product of all tokens with all the pairs on two sides of a
+border are kept. Tokens of a chunk are padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory import engine, halvings
+from titans_jax.memory.platform import SUBLANES
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelDecay:
+    """What log gates [tokens, channels] of a chunk, at least LOG_CUT and 0 at padding, leave of every channel."""
+
+    log_gate: jax.Array
+
+    def since_start(self) -> jax.Array:
+        """[tokens, channels]: of the chunk's start, at each token."""
+        return jnp.exp(self._sums[1][: len(self.log_gate)])
+
+    def to_end(self) -> jax.Array:
+        """[tokens, channels]: of each token, at the chunk's last."""
+        return jnp.exp(self._sums[2][: len(self.log_gate)])
+
+    def whole(self) -> jax.Array:
+        """[channels, 1]: of the chunk's start, at its last token."""
+        return self.since_start()[-SUBLANES:].T[:, -1:]
+
+    def scores(self, x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t; 0 for i > t."""
+        tokens, x, y = len(y), padded(x), padded(y)
+        # No gate is between a token and itself.
+        scores = jnp.where(pairs(len(y), 0), engine.products(x, y, operand_dtype), 0)
+        for half, until, behind in self._sums[0]:
+            across = engine.products(x * jnp.exp(until), y * jnp.exp(behind), operand_dtype)
+            scores = jnp.where(pairs(len(y), half), across, scores)
+        return scores[:tokens, :tokens]
+
+    def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
+        """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
+        tokens, deltas = len(deltas), padded(deltas)
+        scores = jnp.pad(scores, ((0, len(deltas) - tokens), (0, len(deltas) - tokens)))
+
+        def read(half, deltas):
+            return engine.matmul(jnp.where(pairs(len(deltas), half), scores, 0), deltas, operand_dtype)
+
+        mixed = read(0, deltas)
+        for half, until, behind in self._sums[0]:
+            mixed += read(half, deltas * jnp.exp(behind)) * jnp.exp(until)
+        return mixed[:tokens]
+
+    @functools.cached_property
+    def _sums(self):
+        """Per level (tokens of a half; log gates summed from the border behind which a token's half begins until the
+        token; those behind the token until its half ends), and the latter two of the whole chunk."""
+        until = padded(self.log_gate)
+        behind, half, levels = jnp.zeros_like(until), 1, []
+        row = jax.lax.broadcasted_iota(jnp.int32, until.shape, 0)
+        while half < len(until):
+            levels.append((half, until, behind))
+            both, is_late = until + behind, row // half % 2 == 1
+            until += jnp.where(is_late, jnp.roll(both, half, axis=0), 0)
+            behind += jnp.where(is_late, 0, jnp.roll(both, -half, axis=0))
+            half *= 2
+        return levels, until, behind
+
+
+def levels(tokens: int) -> int:
+    """Borders that a token is beside."""
+    return (tokens - 1).bit_length()
+
+
+def pairs(tokens: int, half: int) -> jax.Array:
+    """Whether t, i [tokens, tokens] are on two sides of a border, t behind it; the same token for 0."""
+    t, i = (jax.lax.broadcasted_iota(jnp.int32, (tokens, tokens), axis) for axis in (0, 1))
+    if half == 0:
+        return t == i
+    return (t // half == i // half + 1) & (t // half % 2 == 1)
+
+
+def padded(x: jax.Array) -> jax.Array:
+    """With zeros behind, as many rows as a power of two."""
+    return jnp.pad(x, ((0, halvings.power_of_two(len(x)) - len(x)), (0, 0)))
