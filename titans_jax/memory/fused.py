@@ -11,15 +11,16 @@ import math
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import engine, kernel
-from titans_jax.memory.grid import final_state, lay_out, starts_chunk
+from titans_jax.memory import engine, kernel, linear_fused
+from titans_jax.memory.grid import Grid, final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
     """Whether the kernel can run the rule: scalar gates, and a retention that is linear to the chunk's end."""
-    return rule.retention.linear and not gates.channel_wise and not rule.algorithm.decay_first
+    by_chunk = rule.retention.linear and not gates.channel_wise and not rule.algorithm.decay_first
+    return by_chunk or linear_fused.runs(rule, gates)
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
@@ -29,25 +30,25 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
             f"form is 'fused': its kernel runs rules with scalar gates and linear retention, not {rule.retention} of "
             f"{rule.algorithm} with these gates; use form='chunked'."
         )
-    size = rule.chunk_size
-    layout = lay_out(size, size, state, queries, keys, values, gates, resets)
+    size = tokens = rule.chunk_size
+    pack, block = pack_chunks, kernel.run_chunk
+    if linear_fused.runs(rule, gates):
+        tokens, pack, block = linear_fused.tokens(rule), linear_fused.pack, linear_fused.run_block
+    layout = lay_out(size, tokens, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
-    flags = [] if resets is None else [resets[:, 0]]
-    if layout.last is not None:
-        flags.append(jnp.arange(len(queries), dtype=jnp.int32) == layout.last // size)
-    rows = kernel.pack(gates, flags)
+    rows, opens = pack(rule, layout), layout.last is not None and size > 1
     if layout.valid is not None:  # padding or a reset that broke the grid's rules: NaN, never silently wrong
         rows = jnp.where(layout.valid, rows, jnp.nan)
     chunks = Chunks(queries, keys, values, rows, gates.bias_gate)
     slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
-    between_chunks = starts_chunk(state)
+    between_chunks = starts_chunk(state) or size == 1
     heads = Heads(
         slow,
         fill_lanes((state.weights, state.momentum)),
         None if between_chunks else fill_lanes(state.anchor),
         None if resets is None else fill_lanes((initial.weights, initial.momentum)),
     )
-    found = over_heads(rule, watch, layout.last is not None)(chunks, heads)
+    found = over_heads(block, rule, watch, opens)(chunks, heads)
     surprise = None
     if watch:
         loss, norm = (layout.unplace(jax.lax.stop_gradient(found.surprise[..., i])) for i in range(2))
@@ -56,21 +57,30 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
             kept = layout.unplace(gates.mask)
             surprise = jax.tree.map(lambda x: jnp.where(kept, x, 0), surprise)
     (weights, momentum), anchor = upright((found.end, found.opened))
-    if layout.last is not None:
+    if opens:
         anchor = jax.tree.map(lambda new, old: jnp.where(layout.last < 0, old, new), anchor, state.anchor)
-    after = final_state(size, layout, state, weights, momentum, anchor)
+    after = final_state(size, layout, state, weights, momentum, anchor if opens else weights)
     return layout.unplace(found.reads), after, surprise
+
+
+def pack_chunks(rule: MemoryRule, layout: Grid) -> jax.Array:
+    """`kernel.pack` of a layout in chunks, with flags of those that start a document, and of the one that stays open."""
+    *_, gates, resets = layout.inputs
+    flags = [] if resets is None else [resets[:, 0]]
+    if layout.last is not None and rule.chunk_size > 1:
+        flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // rule.chunk_size)
+    return kernel.pack(gates, flags)
 
 
 # One function of many heads, with a gradient of its own, whatever it is vmapped over
 
 
 @functools.cache
-def over_heads(rule: MemoryRule, watch: bool, opens: bool):
+def over_heads(block, rule: MemoryRule, watch: bool, opens: bool):
     """(chunks, heads) -> Results, differentiable; surprise is None unless `watch`, opened unless `opens`."""
-    forward = vmapped(functools.partial(kernel.run_forward, rule, watch, opens, False))
-    forward_for_gradient = vmapped(functools.partial(kernel.run_forward, rule, watch, opens, True))
-    backward = vmapped(functools.partial(kernel.run_backward, rule))
+    forward = vmapped(functools.partial(kernel.run_forward, block, rule, watch, opens, False))
+    forward_for_gradient = vmapped(functools.partial(kernel.run_forward, block, rule, watch, opens, True))
+    backward = vmapped(functools.partial(kernel.run_backward, block, rule))
 
     @jax.custom_vjp
     def run(chunks, heads):
