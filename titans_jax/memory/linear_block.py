@@ -18,7 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import algorithms, architectures, biases, engine, halvings, weighing
+from titans_jax.memory import algorithms, architectures, biases, engine, triangular, weighing
 from titans_jax.memory.coefficients import Coefficients, of_chunks
 from titans_jax.memory.grid import GROUP
 from titans_jax.memory.platform import SUBLANES, target_platform
@@ -95,7 +95,7 @@ def prepare_block(rule: MemoryRule, queries, keys, c: Coefficients, starts, open
     read, in_momentum = (list(columns) for columns in zip(*scales, strict=True))
     start_G, *judged = at_chunk_start(rule, starts, c.G, read)
     overlap = -start_G * engine.products(keys, keys, keys.dtype)
-    inverse = invert_unit_lower(slope * overlap) if slope and rule.chunk_size < len(keys) else None
+    inverse = triangular.inverse(slope * overlap) if slope and rule.chunk_size < len(keys) else None
 
     def row(column, at=None):
         """A column's last number, or that of a token, as a row."""
@@ -168,7 +168,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     base, values = from_sources(prepared.judged, keys, at_anchor), engine.widen(values)
     errors = slope * base - values
     if prepared.inverse is not None:
-        errors = engine.matmul(prepared.inverse, errors, errors.dtype)
+        errors = triangular.solve(False, slope * prepared.overlap, prepared.inverse, errors)
     reads = from_sources(prepared.read, queries) + engine.matmul(prepared.scores, errors, operand_dtype)
 
     def moved(scales, sources, written):
@@ -186,52 +186,3 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     anchor_reads = base - engine.matmul(prepared.overlap, errors, operand_dtype)
     surprise = jax.lax.stop_gradient((rule.bias(anchor_reads, values), jnp.linalg.norm(errors, axis=-1)))
     return ((weights,), tuple(momentum), (opened,)), reads, Surprise(*surprise)
-
-
-@jax.custom_vjp
-def invert_unit_lower(lower: jax.Array) -> jax.Array:
-    """(I + strictly lower)^-1, [n, n], float32 or float64.
-
-    Substitution block by block, [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]] from single rows up: no
-    Newton-Schulz, no powers of the nilpotent part (design 3.2).
-    """
-    return substitute(lower)
-
-
-def invert_forward(lower):
-    inverse = substitute(lower)
-    return inverse, inverse
-
-
-def invert_backward(inverse, cotangent):
-    right = engine.outer(inverse, cotangent, cotangent.dtype)
-    return (jnp.tril(-engine.products(right, inverse, cotangent.dtype), -1),)
-
-
-invert_unit_lower.defvjp(invert_forward, invert_backward)
-
-
-def substitute(lower: jax.Array) -> jax.Array:
-    """`invert_unit_lower` without its gradient."""
-    if target_platform() == "tpu":
-        return substitute_masked(lower)
-    size = len(lower)
-    diagonal, squares = halvings.squares(jnp.pad(lower, (0, halvings.power_of_two(size) - size)))
-    inverse = jnp.ones_like(diagonal)[:, None, None]
-    for across in squares:
-        earlier, later = halvings.halves(inverse)
-        right = engine.matmul(across, earlier, lower.dtype)
-        inverse = halvings.join(inverse, -engine.matmul(later, right, lower.dtype))
-    return inverse[0, :size, :size]
-
-
-def substitute_masked(lower: jax.Array) -> jax.Array:
-    """The same on whole matrices, whose zeros a matrix unit that they do not fill multiplies for nothing."""
-    t, i = (jax.lax.broadcasted_iota(jnp.int32, lower.shape, axis) for axis in (0, 1))
-    highest_difference = jnp.where(t > i, t ^ i, 0)
-    inverse = jnp.where(t == i, 1, jnp.where(highest_difference == 1, -lower, 0))
-    for level in range(1, (len(lower) - 1).bit_length()):
-        across = jnp.where(highest_difference >> level == 1, lower, 0)
-        right = engine.matmul(across, inverse, lower.dtype)
-        inverse = inverse - engine.matmul(inverse, right, lower.dtype)
-    return inverse

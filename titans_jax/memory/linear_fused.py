@@ -16,13 +16,15 @@ from titans_jax.memory.types import Gates, MemoryRule, MemoryState
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether the kernel can run the rule this way: its chunks are tokens, or whole registers of them."""
-    return linear_block.runs(rule, gates) and (rule.chunk_size == 1 or rule.chunk_size % SUBLANES == 0)
+    """Whether the kernel can run the rule this way: its chunks are tokens, or whole registers, and fill blocks."""
+    size, tokens = rule.chunk_size, linear_block.TOKENS_PER_BLOCK
+    fits = size == 1 or (size % SUBLANES == 0 and (tokens % size == 0 or size > tokens))
+    return fits and linear_block.runs(rule, gates)
 
 
 def tokens(rule: MemoryRule) -> int:
-    """Of a block, whole chunks."""
-    return rule.chunk_size * max(1, linear_block.TOKENS_PER_BLOCK // rule.chunk_size)
+    """Of a block."""
+    return max(rule.chunk_size, linear_block.TOKENS_PER_BLOCK)
 
 
 def pack(rule: MemoryRule, layout: Grid) -> jax.Array:
