@@ -64,7 +64,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
 
 
 def pack_chunks(rule: MemoryRule, layout: Grid) -> jax.Array:
-    """`kernel.pack` of a layout in chunks, with flags of those that start a document, and of the one that stays open."""
+    """`kernel.pack` of a layout in chunks, with flags of a document's first chunks and of the one that stays open."""
     *_, gates, resets = layout.inputs
     flags = [] if resets is None else [resets[:, 0]]
     if layout.last is not None and rule.chunk_size > 1:

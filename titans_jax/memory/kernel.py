@@ -79,7 +79,7 @@ class Results(NamedTuple):
 def run_chunks(
     block, rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks, is_first
 ):
-    """A block function, as `run_chunk` is one, of several heads at once; the anchor of the sequence's first chunk may be
+    """A block function, such as `run_chunk`, of several heads at once; the anchor of the sequence's first chunk may be
     another than its start."""
     if anchor is not None:
         anchor = jax.tree.map(lambda a, w: jnp.where(is_first, a, w), anchor, state[0])
@@ -171,7 +171,9 @@ def run_forward(
     return results._replace(reads=results.reads.astype(dtype).apart()), states
 
 
-def run_backward(block, rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results):
+def run_backward(
+    block, rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results
+):
     """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
     steps = steps_of(chunks, heads.start[0], together, BACKWARD_TOKENS, BACKWARD_VALUES)
     opens, dtype = cotangents.opened is not None, jax.tree.leaves(heads.start)[0].dtype

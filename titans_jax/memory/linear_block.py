@@ -75,7 +75,7 @@ def prepare(rule: MemoryRule, queries, keys, values, gates: Gates, resets) -> Pr
     starts = None if resets is None else jnp.repeat(resets[:, ::size], size, axis=1)[..., None]
     open_at = None
     if gates.mask is not None and size > 1:
-        slots = jnp.arange(tokens, dtype=jnp.int32)
+        slots = jnp.arange(tokens, dtype=jnp.int32)[None]
         last = jnp.max(jnp.where(gates.mask, slots, 0), axis=1, keepdims=True)
         open_at = (slots == last // size * size).astype(c.G.dtype)[..., None]
     return jax.vmap(functools.partial(prepare_block, rule))(queries, keys, c, starts, open_at)
@@ -130,19 +130,17 @@ def at_chunk_start(rule: MemoryRule, starts, G, scales) -> list[jax.Array]:
     if rule.algorithm.decay_first:
         t, i = (jax.lax.broadcasted_iota(jnp.int32, G.shape, axis) for axis in (0, 1))
         return [jnp.where(t > i, G, 0), *scales]
-    initial = len(scales) // 2 if starts is not None else None
-    found = [before_chunk(rule.chunk_size, G, 0)]
-    found += [before_chunk(rule.chunk_size, scale, float(i == 0)) for i, scale in enumerate(scales)]
-    if starts is not None:
-        found = [jnp.where(starts, float(i - 1 == initial), rows) for i, rows in enumerate(found)]
-    return found
-
-
-def before_chunk(size: int, rows: jax.Array, at_first: float) -> jax.Array:
-    """Rows of the token before each token's chunk, `at_first` where there is none."""
+    # Side by side: a kernel has no gradient of numbers that are repeated along two axes.
+    rows, size = jnp.concatenate([G, *scales], axis=1), rule.chunk_size
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, rows.shape[1]), 1)
+    source = lambda i: (column == len(G) + i).astype(rows.dtype)  # noqa: E731
     last = rows.reshape(-1, size, rows.shape[1])[:, -1:] if size > 1 else rows
-    last = jnp.concatenate([jnp.full_like(last[:1], at_first), last[:-1]])
-    return jnp.broadcast_to(last, (len(last), size, rows.shape[1])).reshape(rows.shape) if size > 1 else last
+    last = jnp.concatenate([source(0).reshape(last[:1].shape), last[:-1]])
+    if size > 1:
+        last = jnp.broadcast_to(last, (len(last), size, rows.shape[1])).reshape(rows.shape)
+    if starts is not None:
+        last = jnp.where(starts, source(len(scales) // 2), last)
+    return jnp.split(last, list(range(len(G), rows.shape[1])), axis=1)
 
 
 def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
@@ -176,6 +174,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         return written + sum(weighing.scaled(scale, source) for scale, source in parts if scale is not None)
 
     rows = [prepared.G] if prepared.N is None else [prepared.G, prepared.N]
+    keys = engine.widen(keys)
     ends = zip((prepared.kept, prepared.carried), engine.weighted_sums(rows, keys, errors, operand_dtype), strict=False)
     weights, *momentum = (moved(scales, sources, written) for scales, written in ends)
     opened = anchor
