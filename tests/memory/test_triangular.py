@@ -18,7 +18,7 @@ def inverted(lower):
     return np.linalg.inv(np.eye(len(lower)) + lower)
 
 
-@pytest.mark.parametrize("way", [triangular.by_rows, triangular.by_halvings])
+@pytest.mark.parametrize("way", [lambda lower: triangular.by_rows(lower, jnp.float32), triangular.by_halvings])
 @pytest.mark.parametrize("size", [1, 4, 8, 64])
 def test_ways(way, size):
     """To float32's rounding: what bfloat16 products, or powers of `lower`, would not reach."""
@@ -27,11 +27,21 @@ def test_ways(way, size):
     assert np.max(np.abs(np.asarray(way(lower)) - exact)) <= 1e-6 * np.max(np.abs(exact))
 
 
+def test_operands_in_bfloat16():
+    """Twice their digits, and no more."""
+    exact, lower = system(64)
+    exact = inverted(exact)
+    error = np.max(np.abs(np.asarray(triangular.by_rows(lower, jnp.bfloat16)) - exact)) / np.max(np.abs(exact))
+    assert 1e-7 < error <= 5e-5
+
+
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_any_size(platform, monkeypatch):
     monkeypatch.setattr(triangular, "target_platform", lambda: platform)
     exact, lower = system(21)
-    np.testing.assert_allclose(triangular.inverse(lower), inverted(exact), rtol=0, atol=1e-6 * np.max(inverted(exact)))
+    np.testing.assert_allclose(
+        triangular.inverse(lower, jnp.float32), inverted(exact), rtol=0, atol=1e-6 * np.max(inverted(exact))
+    )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -44,7 +54,7 @@ def test_gradients(transposed):
         turn = jnp.asarray(np.tril(generator.normal(size=(6, 6)), -1))
 
         def ours(lower, right):
-            return triangular.solve(transposed, lower, triangular.inverse(lower), right)
+            return triangular.solve(transposed, lower, triangular.inverse(lower, lower.dtype), right)
 
         def general(lower, right):
             matrix = jnp.eye(6) + lower

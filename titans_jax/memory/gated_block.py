@@ -96,7 +96,7 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):
         slope = engine.widened(rule.bias.slope(gates.bias_gate), len(keys))
-        inverse = triangular.inverse(-slope * overlap)
+        inverse = triangular.inverse(-slope * overlap, queries.dtype)
     remaining = left(visible, by_key)
     return Prepared(
         by_value=by_value,

@@ -95,7 +95,7 @@ def prepare_block(rule: MemoryRule, queries, keys, c: Coefficients, starts, open
     read, in_momentum = (list(columns) for columns in zip(*scales, strict=True))
     start_G, *judged = at_chunk_start(rule, starts, c.G, read)
     overlap = -start_G * engine.products(keys, keys, keys.dtype)
-    inverse = triangular.inverse(slope * overlap) if slope and rule.chunk_size < len(keys) else None
+    inverse = triangular.inverse(slope * overlap, keys.dtype) if slope and rule.chunk_size < len(keys) else None
 
     def row(column, at=None):
         """A column's last number, or that of a token, as a row."""
