@@ -5,8 +5,8 @@ it is or after this token's retention ("decay first": r_t = a_t, else 1):
 
     e_t = s_t (k_t * r_t) S_{t-1} - v_t ,      S_t = Diag(a_t) S_{t-1} - theta_t (eta_t * k_t)^T e_t
 
-The errors of a block solve one unit lower-triangular system (design 3.2). GLA, HGRN2, DFW (s = 0, no system), Gated
-DeltaNet and RWKV-7 are cases; with momentum or longer chunks see `linear_block`.
+The errors of a block solve one unit lower-triangular system (design 3.2). GLA, HGRN2, DFW (s = 0, no system), Kimi
+Delta Attention and RWKV-7 are cases; with scalar gates, momentum or longer chunks see `linear_block`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):
         slope = engine.widened(rule.bias.slope(gates.bias_gate), len(keys))
-        inverse = triangular.inverse(-slope * overlap, queries.dtype)
+        inverse = triangular.inverse(-slope * overlap)
     remaining = left(visible, by_key)
     return Prepared(
         by_value=by_value,

@@ -6,8 +6,9 @@ system (design 3.2). With a(t) the tokens of the block before token t's chunk, a
     e_t = s k_t (beta_a W_0 + f_a S_0 + sum_{i<=a} G_ai k_i^T e_i) - v_t
     W_t = beta_t W_0 + f_t S_0 + sum_{i<=t} G_ti k_i^T e_i ,   S_t = p_t S_0 + sum_{i<=t} N_ti k_i^T e_i
 
-chunk_size 1 is the exact online rule (DeltaNet and its momentum form); the block is an implementation size and never
-changes the numbers. A document that starts inside the block brings the initial state's terms (`restart`).
+chunk_size 1 is the exact online rule (DeltaNet and its momentum form), which may judge after its retention (Gated
+DeltaNet: rows at t, without the token's own write); the block is an implementation size and never changes the numbers.
+A document that starts inside the block brings the initial state's terms (`restart`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def grouping(rule: MemoryRule) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What of a block does not depend on its start state. Lists have an entry for each source (`sources_of`).
+    """What of a block does not depend on its start state. Lists have an entry for each source: weights and momentum
+    at the block's start, and the initial ones if documents may start in it.
 
     judged, read: the scales [tokens, 1] of the sources in what is judged and in what is read. kept, carried: those of
     the weights and of the momentum at the block's end, rows [1, 1 or more equal]; opened: of the chunk's start that
@@ -81,11 +83,13 @@ def prepare(rule: MemoryRule, queries, keys, values, gates: Gates, resets) -> Pr
     return jax.vmap(functools.partial(prepare_block, rule))(queries, keys, c, starts, open_at)
 
 
-def prepare_block(rule: MemoryRule, queries, keys, c: Coefficients, starts, open_at, lanes: int = 1) -> Prepared:
+def prepare_block(
+    rule: MemoryRule, queries, keys, c: Coefficients, starts, open_at, lanes: int = 1, invert=triangular.inverse
+) -> Prepared:
     """`Prepared` of one block.
 
     starts, open_at: columns [tokens, 1], where the token's chunk starts with a document, and 1 at the first token of
-    the chunk that stays open. lanes: of rows of equal numbers.
+    the chunk that stays open. lanes: of rows of equal numbers. invert: as `triangular.inverse`.
     """
     slope = rule.bias.slope(None)
     scales = [(c.beta, None)] if c.f is None else [(c.beta, None), (c.f, c.p)]
@@ -95,7 +99,7 @@ def prepare_block(rule: MemoryRule, queries, keys, c: Coefficients, starts, open
     read, in_momentum = (list(columns) for columns in zip(*scales, strict=True))
     start_G, *judged = at_chunk_start(rule, starts, c.G, read)
     overlap = -start_G * engine.products(keys, keys, keys.dtype)
-    inverse = triangular.inverse(slope * overlap, keys.dtype) if slope and rule.chunk_size < len(keys) else None
+    inverse = invert(slope * overlap) if slope and rule.chunk_size < len(keys) else None
 
     def row(column, at=None):
         """A column's last number, or that of a token, as a row."""

@@ -6,10 +6,12 @@ gradients included, is the chunked form's own block function.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import kernel, linear_block
+from titans_jax.memory import kernel, linear_block, triangular
 from titans_jax.memory.grid import Grid
 from titans_jax.memory.platform import LANES, SUBLANES
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState
@@ -48,7 +50,9 @@ def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, i
     )
     columns = [row.T for row in others]
     starts = columns[0] > 0 if restarted else None
-    prepared = linear_block.prepare_block(rule, queries, keys, c, starts, columns[-1] if opens else None, LANES)
+    open_at = columns[-1] if opens else None
+    invert = functools.partial(triangular.inverse_in_kernel, operand_dtype=keys.dtype)
+    prepared = linear_block.prepare_block(rule, queries, keys, c, starts, open_at, LANES, invert)
     start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
     fresh = MemoryState(*initial, initial[0], 0) if restarted else None
     inputs = queries, keys, values, None, None, prepared

@@ -11,20 +11,23 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory import engine, halvings
-from titans_jax.memory.platform import SUBLANES, target_platform
+from titans_jax.memory.platform import SUBLANES
 
 ROWS = SUBLANES
-"""Of a block on the diagonal that a TPU solves row by row: a register's."""
+"""Of a block on the diagonal that is solved row by row: a register's."""
 
 
-def inverse(lower: jax.Array, operand_dtype) -> jax.Array:
-    """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none. Operands of a memory in bfloat16 allow
-    a TPU half of the passes: errors of 1e-5 then, where those operands are known to 4e-3."""
+def inverse(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none."""
     size = len(lower)
     missing = halvings.power_of_two(size) - size
-    lower = jax.lax.stop_gradient(jnp.pad(lower, (0, missing)) if missing else lower)
-    found = by_rows(lower, operand_dtype) if target_platform() == "tpu" else by_halvings(lower)
-    return found[:size, :size]
+    return by_halvings(jax.lax.stop_gradient(jnp.pad(lower, (0, missing))))[:size, :size]
+
+
+def inverse_in_kernel(lower: jax.Array, operand_dtype) -> jax.Array:
+    """The same in a TPU's kernel, n a power of two. Operands of a memory in bfloat16 allow half of the passes: errors
+    of 1e-5 then, where those operands are known to 4e-3."""
+    return by_rows(jax.lax.stop_gradient(lower), operand_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
