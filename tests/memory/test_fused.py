@@ -1,5 +1,6 @@
 """The fused form against the chunked form, in value and in every gradient; interpreted, as there is no TPU here."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,19 @@ import numpy as np
 import pytest
 
 from titans_jax import memory
-from titans_jax.memory import algorithms, architectures, biases, fused, kernel, presets, retentions
+from titans_jax.memory import (
+    algorithms,
+    architectures,
+    biases,
+    fused,
+    kernel,
+    linear_block,
+    linear_fused,
+    presets,
+    retentions,
+)
 
-CHUNK = 8
+CHUNK, BLOCK = 8, 16
 FLOAT64, FLOAT32, BFLOAT16, BFLOAT16_GATES = 1e-10, 1e-5, 5e-3, 2e-2
 GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *kernel.CHANNELS)
 HEADS, ROWS_AND_HEADS = (2,), (2, 2)
@@ -152,13 +163,52 @@ DISTINCT = {rule: name for name, rule in RUNNING.items()}
 
 
 def test_which_presets_run():
-    assert {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad", "memora", "deltanet", "mamba2", "mesa"} <= set(RUNNING)
-    assert not {"gated_deltanet", "delta_product"} & set(RUNNING)
+    by_chunk = {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad", "memora", "mesa"}
+    by_block = {"deltanet", "longhorn", "mamba2", "retnet", "gated_deltanet", "delta_product"}
+    assert by_chunk | by_block <= set(RUNNING)
+    linear = {name for name in RUNNING if linear_fused.runs(RUNNING[name], plain(RUNNING[name]))}
+    assert by_block <= linear and not by_chunk & linear
 
 
 @pytest.mark.parametrize("rule", [rule for rule in DISTINCT if DISTINCT[rule] != "titans"], ids=DISTINCT.get)
-def test_every_other_preset_that_runs(rule):
-    check(rule, tolerance=digits(rule), time=rule.chunk_size + 3, head_dim=8)
+def test_every_other_preset_that_runs(rule, small_blocks):
+    check(rule, tolerance=digits(rule), time=rule.chunk_size + BLOCK + 3, head_dim=8)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """A kernel's block of a linear memory has so many tokens, the chunked form's half of them."""
+    monkeypatch.setattr(linear_block, "TOKENS_PER_BLOCK", BLOCK)
+
+
+def linear(chunk_size):
+    """A linear memory with momentum."""
+    return presets.titans(1, chunk_size=chunk_size, residual=False)
+
+
+@pytest.mark.parametrize("rule, starts", [(linear(1), [3, 24]), (linear(8), [8, 32])], ids=["token", "chunk"])
+def test_documents_and_padding_of_linear_memories(rule, starts, small_blocks):
+    """Documents that start inside a block; a row that ends with padding, for chunks from inside one."""
+    time = 2 * BLOCK + 8
+    flags = {"resets": np.zeros((2, time), bool), "mask": np.ones((2, time), bool)}
+    flags["resets"][0, starts] = True
+    flags["mask"][1, BLOCK + 5 :] = False
+    if rule.chunk_size > 1:
+        flags["position"] = np.array([0, 5], np.int32)
+    check(rule, HEADS, flags=flags, time=time, head_dim=8)
+
+
+def test_bfloat16_operands_of_a_linear_memory():
+    check(presets.gated_deltanet(), HEADS, BFLOAT16, BFLOAT16_GATES, time=100, head_dim=64, dtype=jnp.bfloat16)
+
+
+def test_what_auto_stands_for_on_a_tpu(monkeypatch):
+    """A linear rule takes the kernel where its gates are scalars, and so does a deep one with chunks of a register."""
+    monkeypatch.setattr(memory, "target_platform", lambda: "tpu")
+    choose = lambda rule, **gates: memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates))  # noqa: E731
+    assert {choose(rule) for rule in (presets.gated_deltanet(), linear(1), linear(16), titans())} == {"fused"}
+    assert choose(linear(3)) == choose(presets.ttt_mlp(chunk_size=4)) == "chunked"
+    assert choose(presets.gla(), log_key_retention=np.zeros((1, 4), np.float32)) == "chunked"
 
 
 MOMENTUM, DESCENT = algorithms.momentum(), algorithms.gradient_descent()
@@ -179,15 +229,13 @@ def test_other_choices(architecture, bias, retention, algorithm, bias_gate):
     check(rule, HEADS, head_dim=16, bias_gate=bias_gate)
 
 
-@pytest.mark.parametrize("preset, chunk_size", [("yaad", 12), ("moneta", CHUNK)])
-def test_gates_of_every_channel(preset, chunk_size):
+def test_gates_of_every_channel():
     """A chunk that is no power of two, gates that cut, and padding behind the last token."""
-    rule = presets.PRESETS[preset](expansion=2, chunk_size=chunk_size)
-    params, inputs = draw(rule, HEADS, time=2 * chunk_size + 3, head_dim=16, by_channel=True)
+    rule = presets.yaad(expansion=2, chunk_size=12)
+    params, inputs = draw(rule, HEADS, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=True)
     for name in ("log_key_retention", "log_value_retention"):
         inputs[name][:, 5, ::2] = -np.inf
-    inputs = jax.tree.map(lambda x: np.asarray(x, np.float64), inputs)
-    params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    params, inputs = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, inputs))
     with jax.enable_x64(True):
         found = [answers(rule, form, params, inputs, HEADS) for form in ("fused", "chunked")]
     assert_equal(*found, FLOAT64)
@@ -260,9 +308,9 @@ def test_a_sequence_in_two_calls():
     [
         (titans(), {"log_key_retention": np.zeros((CHUNK, 16), np.float32)}),
         (presets.memora(expansion=2, chunk_size=CHUNK, lag_token=True), {}),
-        (presets.gated_deltanet(), {}),
+        (presets.gated_deltanet(), {"log_key_retention": np.zeros((CHUNK, 16), np.float32)}),
     ],
-    ids=["channel-wise retention with momentum", "lag token", "decay first"],
+    ids=["channel-wise retention with momentum", "lag token", "channel-wise, decay first"],
 )
 def test_rules_that_it_cannot_run_are_refused(rule, changed):
     params = memory.init_params(rule, jax.random.key(0), 16)

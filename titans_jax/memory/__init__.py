@@ -28,6 +28,7 @@ from titans_jax.memory import (
     fused,
     gated_block,
     linear_block,
+    linear_fused,
     presets,
     recurrent,
     retentions,
@@ -97,7 +98,7 @@ def choose_form(form: str, rule: MemoryRule, gates: Gates) -> str:
     if form != "auto":
         return form
     exact = any(path.runs(rule, gates) for path in (linear_block, gated_block))
-    pays = not exact and rule.chunk_size >= SUBLANES
+    pays = linear_fused.runs(rule, gates) or (not exact and rule.chunk_size >= SUBLANES)
     return "fused" if pays and fused.runs(rule, gates) and target_platform() == "tpu" else "chunked"
 
 

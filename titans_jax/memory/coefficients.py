@@ -123,18 +123,8 @@ def began(weighed: jax.Array, gate: Cumulative) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def passed_on(kept, carried, operand_dtype):
-    """kept @ carried, how momentum that one token leaves weighs in the weights of another, for operands in bfloat16 by
-    twice its digits: errors of one product would be those of all. Its gradient is that of gates only."""
-    if operand_dtype != jnp.bfloat16:
-        return engine.matmul(kept, carried, operand_dtype)
-    (x, x_rest), (y, y_rest) = in_two(kept), in_two(carried)
-    return sum(engine.matmul(*part, operand_dtype) for part in ((x, y), (x, y_rest), (x_rest, y)))
-
-
-def in_two(x):
-    """x as the sum of two numbers of bfloat16."""
-    most = x.astype(jnp.bfloat16)
-    return most, (x - most.astype(x.dtype)).astype(jnp.bfloat16)
+    """kept @ carried, how momentum that one token leaves weighs in another's weights; its gradient is that of gates."""
+    return engine.careful_matmul(kept, carried, operand_dtype)
 
 
 def passed_on_forward(kept, carried, operand_dtype):

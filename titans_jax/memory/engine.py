@@ -40,6 +40,20 @@ def matmul(x: jax.Array, y: jax.Array | Transposed, operand_dtype) -> jax.Array:
     return jnp.matmul(x, y, precision=precision(operand_dtype), preferred_element_type=state_dtype(operand_dtype))
 
 
+def careful_matmul(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+    """`matmul`, for operands in bfloat16 by twice its digits: where errors of one product would be those of all."""
+    if operand_dtype != jnp.bfloat16:
+        return matmul(x, y, operand_dtype)
+    (x, x_rest), (y, y_rest) = in_two(x), in_two(y)
+    return sum(matmul(*part, operand_dtype) for part in ((x, y), (x, y_rest), (x_rest, y)))
+
+
+def in_two(x):
+    """x as the sum of two numbers of bfloat16."""
+    most = x.astype(jnp.bfloat16)
+    return most, (x - most.astype(x.dtype)).astype(jnp.bfloat16)
+
+
 def products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
     """x @ y.T, every row of x [t, n] with every row of y [i, n], as `matmul`."""
     return contract(x, y, 1, operand_dtype)

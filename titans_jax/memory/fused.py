@@ -11,18 +11,19 @@ import math
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import channels, engine, kernel
-from titans_jax.memory.grid import final_state, lay_out, starts_chunk
+from titans_jax.memory import channels, engine, kernel, linear_fused
+from titans_jax.memory.grid import Grid, final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether the kernel can run the rule: a retention that a kernel has the operations for, and channel-wise only
-    without momentum."""
+    """Whether the kernel can run the rule: a retention that a kernel has the operations for, channel-wise only without
+    momentum, and before the error only in blocks of a linear memory."""
     by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
     apart = not (by_channel and rule.algorithm.has_momentum)
-    return apart and rule.retention.fusible and not rule.algorithm.decay_first
+    by_chunk = apart and rule.retention.fusible and not rule.algorithm.decay_first
+    return by_chunk or linear_fused.runs(rule, gates)
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
@@ -32,13 +33,13 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates: no "
             "retention before the error, of channels with momentum, with a lag token or an arctan; use form='chunked'."
         )
-    size = rule.chunk_size
-    layout = lay_out(size, size, state, queries, keys, values, gates, resets)
+    size = tokens = rule.chunk_size
+    pack, block = pack_chunks, kernel.run_chunk
+    if linear_fused.runs(rule, gates):
+        tokens, pack, block = linear_fused.tokens(rule), linear_fused.pack, linear_fused.run_block
+    layout = lay_out(size, tokens, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
-    flags = [] if resets is None else [resets[:, 0]]
-    if layout.last is not None:
-        flags.append(jnp.arange(len(queries), dtype=jnp.int32) == layout.last // size)
-    rows = kernel.pack(gates, flags)
+    rows, opens = pack(rule, layout), layout.last is not None and size > 1
     if layout.valid is not None:  # padding or a reset that broke the grid's rules: NaN, never silently wrong
         rows = jnp.where(layout.valid, rows, jnp.nan)
     by_channel = {name: getattr(gates, name) for name in kernel.CHANNELS}
@@ -46,7 +47,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         if by_channel[name] is not None:
             by_channel[name] = jax.vmap(channels.clipped)(by_channel[name], gates.mask)
     chunks = Chunks(queries, keys, values, rows, gates.bias_gate, **by_channel)
-    between_chunks = starts_chunk(state)
+    between_chunks = starts_chunk(state) or size == 1
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(
         slow_rows(rule, params),
@@ -54,7 +55,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         None if between_chunks else fill(state.anchor),
         None if resets is None else fill((initial.weights, initial.momentum)),
     )
-    found = over_heads(rule, watch, layout.last is not None)(chunks, heads)
+    found = over_heads(block, rule, watch, opens)(chunks, heads)
     surprise = None
     if watch:
         loss, norm = (layout.unplace(jax.lax.stop_gradient(found.surprise[..., i])) for i in range(2))
@@ -63,21 +64,30 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
             kept = layout.unplace(gates.mask)
             surprise = jax.tree.map(lambda x: jnp.where(kept, x, 0), surprise)
     (weights, momentum), anchor = upright((found.end, found.opened))
-    if layout.last is not None:
+    if opens:
         anchor = jax.tree.map(lambda new, old: jnp.where(layout.last < 0, old, new), anchor, state.anchor)
-    after = final_state(size, layout, state, weights, momentum, anchor)
+    after = final_state(size, layout, state, weights, momentum, anchor if opens else weights)
     return layout.unplace(found.reads), after, surprise
+
+
+def pack_chunks(rule: MemoryRule, layout: Grid) -> jax.Array:
+    """`kernel.pack` of a layout in chunks, with flags of a document's first chunks and of the one that stays open."""
+    *_, gates, resets = layout.inputs
+    flags = [] if resets is None else [resets[:, 0]]
+    if layout.last is not None and rule.chunk_size > 1:
+        flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // rule.chunk_size)
+    return kernel.pack(gates, flags)
 
 
 # One function of many heads, with a gradient of its own, whatever it is vmapped over
 
 
 @functools.cache
-def over_heads(rule: MemoryRule, watch: bool, opens: bool):
+def over_heads(block, rule: MemoryRule, watch: bool, opens: bool):
     """(chunks, heads) -> Results, differentiable; surprise is None unless `watch`, opened unless `opens`."""
-    forward = vmapped(functools.partial(kernel.run_forward, rule, watch, opens, False))
-    forward_for_gradient = vmapped(functools.partial(kernel.run_forward, rule, watch, opens, True))
-    backward = vmapped(functools.partial(kernel.run_backward, rule))
+    forward = vmapped(functools.partial(kernel.run_forward, block, rule, watch, opens, False))
+    forward_for_gradient = vmapped(functools.partial(kernel.run_forward, block, rule, watch, opens, True))
+    backward = vmapped(functools.partial(kernel.run_backward, block, rule))
 
     @jax.custom_vjp
     def run(chunks, heads):

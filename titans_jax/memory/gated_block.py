@@ -5,8 +5,8 @@ it is or after this token's retention ("decay first": r_t = a_t, else 1):
 
     e_t = s_t (k_t * r_t) S_{t-1} - v_t ,      S_t = Diag(a_t) S_{t-1} - theta_t (eta_t * k_t)^T e_t
 
-The errors of a block solve one unit lower-triangular system (design 3.2). GLA, HGRN2, DFW (s = 0, no system), Gated
-DeltaNet and RWKV-7 are cases; with momentum or longer chunks see `linear_block`.
+The errors of a block solve one unit lower-triangular system (design 3.2). GLA, HGRN2, DFW (s = 0, no system), Kimi
+Delta Attention and RWKV-7 are cases; with scalar gates, momentum or longer chunks see `linear_block`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import algorithms, architectures, biases, channels, engine
-from titans_jax.memory.linear_block import invert_unit_lower
+from titans_jax.memory import algorithms, architectures, biases, channels, engine, triangular
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
@@ -97,7 +96,7 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):
         slope = engine.widened(rule.bias.slope(gates.bias_gate), len(keys))
-        inverse = invert_unit_lower(-slope * overlap)
+        inverse = triangular.inverse(-slope * overlap)
     remaining = left(visible, by_key)
     return Prepared(
         by_value=by_value,
@@ -129,7 +128,8 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     anchor_reads = from_start(prepared.judged, prepared.judged_out)
     errors = slope * anchor_reads - values
     if prepared.inverse is not None:
-        errors = engine.matmul(prepared.inverse, errors, errors.dtype)
+        system = -engine.widened(rule.bias.slope(gates.bias_gate), len(values)) * prepared.overlap
+        errors = triangular.solve(False, system, prepared.inverse, errors)
     stepped = errors if gates.value_step_size is None else errors * gates.value_step_size
     # Read for the surprise only; without an error to judge, nothing above is needed.
     if by_value is None:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from titans_jax.memory import borders, chunked, weighing
 from titans_jax.memory.blocks import Beside, Steps, call, clear, copy, read, tiled_bytes, write
-from titans_jax.memory.coefficients import Cumulative, summed, tile
+from titans_jax.memory.coefficients import Coefficients, Cumulative, summed, tile
 from titans_jax.memory.platform import LANES, SUBLANES
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState
 
@@ -96,18 +96,22 @@ class Results(NamedTuple):
 # The chunk function
 
 
-def run_chunks(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks, is_first):
-    """`run_chunk` of several heads at once; the anchor of the sequence's first chunk may be another than its start."""
+def run_chunks(
+    block, rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks, is_first
+):
+    """A block function, such as `run_chunk`, of several heads at once; the anchor of the sequence's first chunk may be
+    another than its start."""
     if anchor is not None:
         anchor = jax.tree.map(lambda a, w: jnp.where(is_first, a, w), anchor, state[0])
-    one = functools.partial(run_chunk, rule, watch, opens)
+    one = functools.partial(block, rule, watch, opens)
     return jax.vmap(one)(slow, state, anchor, initial, chunk)
 
 
 def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks):
     """One chunk of one head, leaves without their leading axes: ((weights, momentum), opened, reads, surprise)."""
     weights, momentum = state
-    weighings, last, flags = unpack(chunk.rows, len(weights), rule.algorithm.has_momentum, opens, chunk.keys.dtype)
+    flags = opens + (initial is not None)
+    weighings, last, flags = unpack(chunk.rows, len(weights), rule.algorithm.has_momentum, flags, chunk.keys.dtype)
     start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
     if initial is not None:
         fresh = MemoryState(*initial, initial[0], 0)
@@ -146,7 +150,7 @@ def largest_divisor(n: int, most: int) -> int:
 
 
 def run_forward(
-    rule: MemoryRule, watch: bool, opens: bool, keep: bool, together: int, chunks: Chunks, heads: Heads
+    block, rule: MemoryRule, watch: bool, opens: bool, keep: bool, together: int, chunks: Chunks, heads: Heads
 ) -> tuple[Results, tuple]:
     """(results, states): the state before every group of chunks, [n, groups, rows, columns], if `keep`, else ().
 
@@ -179,7 +183,7 @@ def run_forward(
         def one(j):
             chunk = read(chunks, j)
             state, opened, reads, surprise = run_chunks(
-                rule, watch, opens, slow, read(carried), anchor, initial, chunk, first(group, j)
+                block, rule, watch, opens, slow, read(carried), anchor, initial, chunk, first(group, j)
             )
             write((results.reads, results.surprise), (reads, surprise), j)
             write(results.opened, jax.tree.map(jnp.add, read(results.opened), opened))
@@ -196,7 +200,9 @@ def run_forward(
     return results._replace(reads=results.reads.astype(dtype).apart()), states
 
 
-def run_backward(rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results):
+def run_backward(
+    block, rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results
+):
     """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
     steps = steps_of(rule, chunks, heads.start[0], together, BACKWARD_TOKENS, BACKWARD_VALUES)
     opens, dtype = cotangents.opened is not None, jax.tree.leaves(heads.start)[0].dtype
@@ -214,7 +220,7 @@ def run_backward(rule: MemoryRule, together: int, chunks: Chunks, heads: Heads, 
         slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
 
         def one(j, slow, state, initial, anchor, chunk):
-            return run_chunks(rule, False, opens, slow, state, anchor, initial, chunk, first(group, j))[:3]
+            return run_chunks(block, rule, False, opens, slow, state, anchor, initial, chunk, first(group, j))[:3]
 
         def again(j):
             state, *_ = one(j, slow, read(starts, j), initial, anchor, read(chunks, j))
@@ -280,38 +286,53 @@ def like(tree):
 # Gates
 
 
-def pack(gates: Gates, flags: list) -> jax.Array:
-    """What coefficients of gates [chunks, tokens, matrices] are made of, padding [chunks, tokens] and flags [chunks],
-    as rows [chunks, n, tokens]."""
+def pack(gates: Gates, others: list, resets=None) -> jax.Array:
+    """What coefficients of gates [blocks, tokens, matrices] are made of, padding, and other numbers of blocks or of
+    their tokens, as rows [blocks, n, tokens]. resets: [blocks, tokens], if documents may start inside a block."""
     by_matrix = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2)[:, :, None], gates.scalars())
-    mask = None if gates.mask is None else gates.mask[:, None]
+    mask, resets = jax.tree.map(lambda x: x[:, None], (gates.mask, resets))
     of_matrices = jax.vmap(summed, in_axes=(0, 0, 0, None, None))
-    *both, step_size = jax.vmap(of_matrices)(*by_matrix, mask, None)
-    rows = [x for gate in both if gate is not None for x in (gate.total, gate.reach, gate.first)] + [step_size]
+    *both, step_size = jax.vmap(of_matrices)(*by_matrix, mask, resets)
+    sums = [x for gate in both if gate is not None for x in (gate.total, gate.reach, gate.first, gate.began)]
+    rows = [x for x in sums if x is not None] + [step_size]
     rows = [jnp.broadcast_to(x, step_size.shape)[:, :, 0] for x in rows]
-    others = ([] if mask is None else [mask]) + [flag[:, None, None] for flag in flags]
+    others = ([] if mask is None else [mask]) + [jnp.reshape(x, (len(x), 1, -1)) for x in others]
     shape = len(step_size), 1, step_size.shape[-1]
     return jnp.concatenate(rows + [jnp.broadcast_to(x, shape).astype(step_size.dtype) for x in others], axis=1)
 
 
-def unpack(rows: jax.Array, matrices: int, with_momentum: bool, masked: bool, operand_dtype) -> tuple:
-    """Of `pack`'s rows: the weighings of one chunk, whether its last slot holds a token (None: it does), and its flags,
-    each [1, 1]."""
-    kinds = 7 if with_momentum else 4
+def coefficients(
+    rows: jax.Array, matrices: int, with_momentum: bool, restarted: bool, others: int, operand_dtype
+) -> tuple[list[Coefficients], jax.Array | None, list[jax.Array]]:
+    """Of `pack`'s rows: the coefficients of one block for every matrix, its padding, and so many other rows [1,
+    tokens]."""
+    sums = 4 if restarted else 3
+    kinds = sums * (1 + with_momentum) + 1
     columns = rows[: kinds * matrices].T
-    others = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(kinds * matrices, len(rows))]
-    mask = others.pop(0) > 0 if masked else None
-    weighings = []
+    behind = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(kinds * matrices, len(rows))]
+    mask = behind.pop(0) > 0 if len(behind) > others else None
+    row = lambda k: rows[k : k + 1]  # noqa: E731
+
+    def gate(total, reach, first, began=None):
+        began = None if began is None else row(began)
+        return Cumulative(row(total), columns[:, total : total + 1], row(reach), row(first)[:, :1], began)
+
+    found = []
     for i in range(matrices):
         at = range(i, kinds * matrices, matrices)
+        momentum = gate(*at[sums : 2 * sums]) if with_momentum else None
+        found.append(tile(gate(*at[:sums]), momentum, row(at[-1]), mask, operand_dtype))
+    return found, mask, behind
 
-        def gate(total, reach, first):
-            row = lambda k: rows[k : k + 1]  # noqa: E731
-            return Cumulative(row(total), columns[:, total : total + 1], row(reach), row(first)[:, :1], None)
 
-        c = tile(gate(*at[:3]), gate(*at[3:6]) if with_momentum else None, rows[at[-1] :][:1], mask, operand_dtype)
+def unpack(rows: jax.Array, matrices: int, with_momentum: bool, flags: int, operand_dtype) -> tuple:
+    """Of `pack`'s rows: the weighings of one chunk, whether its last slot holds a token (None: it does), and its flags,
+    each [1, 1]."""
+    found, mask, flags = coefficients(rows, matrices, with_momentum, False, flags, operand_dtype)
+    weighings = []
+    for c in found:
         # Numbers that scale matrices fill a row of lanes, by way of whole registers: a kernel's gradient of a scalar
         # does not compile.
         ends = [jnp.broadcast_to(x[-SUBLANES:], (SUBLANES, LANES))[-1:] for x in (c.beta, c.f, c.p) if x is not None]
         weighings.append(weighing.Weighing(c.beta, c.f, c.G, c.N, jnp.concatenate(ends)))
-    return weighings, None if mask is None else mask[:, -1:], [flag[:, :1] for flag in others]
+    return weighings, None if mask is None else mask[:, -1:], [flag[:, :1] for flag in flags]

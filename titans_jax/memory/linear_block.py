@@ -6,21 +6,23 @@ system (design 3.2). With a(t) the tokens of the block before token t's chunk, a
     e_t = s k_t (beta_a W_0 + f_a S_0 + sum_{i<=a} G_ai k_i^T e_i) - v_t
     W_t = beta_t W_0 + f_t S_0 + sum_{i<=t} G_ti k_i^T e_i ,   S_t = p_t S_0 + sum_{i<=t} N_ti k_i^T e_i
 
-chunk_size 1 is the exact online rule (DeltaNet and its momentum form); the block is an implementation size and never
-changes the numbers. A document that starts inside the block brings the initial state's terms (`restart`).
+chunk_size 1 is the exact online rule (DeltaNet and its momentum form), which may judge after its retention (Gated
+DeltaNet: rows at t, without the token's own write); the block is an implementation size and never changes the numbers.
+A document that starts inside the block brings the initial state's terms (`restart`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import algorithms, architectures, biases, engine, halvings
+from titans_jax.memory import algorithms, architectures, biases, engine, triangular, weighing
 from titans_jax.memory.coefficients import Coefficients, of_chunks
 from titans_jax.memory.grid import GROUP
-from titans_jax.memory.platform import target_platform
+from titans_jax.memory.platform import SUBLANES, target_platform
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 TOKENS_PER_BLOCK = 64
@@ -29,7 +31,8 @@ TOKENS_PER_BLOCK = 64
 def runs(rule: MemoryRule, gates: Gates) -> bool:
     """Whether this path is the rule: a plain linear memory with scalar gates whose bias has a linear cotangent."""
     plain = isinstance(rule.architecture, architectures.Linear) and rule.retention.linear
-    plain = plain and isinstance(rule.bias, biases.L2 | biases.DotProduct) and not rule.algorithm.decay_first
+    plain = plain and isinstance(rule.bias, biases.L2 | biases.DotProduct)
+    plain = plain and (rule.chunk_size == 1 or not rule.algorithm.decay_first)
     return plain and not isinstance(rule.algorithm, algorithms.LeastSquares) and not gates.channel_wise
 
 
@@ -44,15 +47,24 @@ def grouping(rule: MemoryRule) -> tuple[int, int]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What of a block does not depend on its start state; [tokens, tokens] but for the coefficients c.
+    """What of a block does not depend on its start state. Lists have an entry for each source: weights and momentum
+    at the block's start, and the initial ones if documents may start in it.
 
-    start_G, overlap: c.G at each token's chunk start, and times the products of keys, which is how errors weigh in what
-    is judged.
-    inverse: of the system that the errors solve, None where they depend on no other. scores: how they weigh in reads.
+    judged, read: the scales [tokens, 1] of the sources in what is judged and in what is read. kept, carried: those of
+    the weights and of the momentum at the block's end, rows [1, 1 or more equal]; opened: of the chunk's start that
+    stays open, and its row of weighed errors, None where every chunk is one token.
+    G, N: how errors weigh in the weights and in the momentum at the block's end, rows [1, tokens].
+    overlap: how errors weigh in what is judged, [tokens, tokens]. inverse: of the system that they solve, None where
+    they depend on no other. scores: how they weigh in reads.
     """
 
-    c: Coefficients
-    start_G: jax.Array
+    judged: list[jax.Array]
+    read: list[jax.Array]
+    kept: list[jax.Array]
+    carried: list[jax.Array | None]
+    opened: tuple[list[jax.Array], jax.Array, jax.Array] | None
+    G: jax.Array
+    N: jax.Array | None
     overlap: jax.Array
     inverse: jax.Array | None
     scores: jax.Array
@@ -61,129 +73,119 @@ class Prepared:
 def prepare(rule: MemoryRule, queries, keys, values, gates: Gates, resets) -> Prepared:
     """`Prepared`, leaves [blocks, ...], of inputs [blocks, tokens, ...]."""
     c = jax.tree.map(lambda leaf: leaf[:, 0], of_chunks(gates, resets))
-    return jax.vmap(lambda *block: prepare_block(rule, *block))(queries, keys, c, resets)
+    size, tokens = rule.chunk_size, keys.shape[1]
+    starts = None if resets is None else jnp.repeat(resets[:, ::size], size, axis=1)[..., None]
+    open_at = None
+    if gates.mask is not None and size > 1:
+        slots = jnp.arange(tokens, dtype=jnp.int32)[None]
+        last = jnp.max(jnp.where(gates.mask, slots, 0), axis=1, keepdims=True)
+        open_at = (slots == last // size * size).astype(c.G.dtype)[..., None]
+    return jax.vmap(functools.partial(prepare_block, rule))(queries, keys, c, starts, open_at)
 
 
-def prepare_block(rule: MemoryRule, queries, keys, c: Coefficients, resets) -> Prepared:
-    """`Prepared` of one block."""
+def prepare_block(
+    rule: MemoryRule, queries, keys, c: Coefficients, starts, open_at, lanes: int = 1, invert=triangular.inverse
+) -> Prepared:
+    """`Prepared` of one block.
+
+    starts, open_at: columns [tokens, 1], where the token's chunk starts with a document, and 1 at the first token of
+    the chunk that stays open. lanes: of rows of equal numbers. invert: as `triangular.inverse`.
+    """
     slope = rule.bias.slope(None)
-    start_G = chunk_start(rule, resets, c.G, 0, 0)
+    scales = [(c.beta, None)] if c.f is None else [(c.beta, None), (c.f, c.p)]
+    if c.restart is not None:
+        beta, f, p = c.restart
+        scales += [(beta, None)] if f is None else [(beta, None), (f, p)]
+    read, in_momentum = (list(columns) for columns in zip(*scales, strict=True))
+    start_G, *judged = at_chunk_start(rule, starts, c.G, read)
     overlap = -start_G * engine.products(keys, keys, keys.dtype)
-    solves = slope and rule.chunk_size < keys.shape[0]
-    inverse = invert_unit_lower(slope * overlap) if solves else None
-    return Prepared(c, start_G, overlap, inverse, engine.products(queries, keys, keys.dtype) * c.G)
+    inverse = invert(slope * overlap) if slope and rule.chunk_size < len(keys) else None
+
+    def row(column, at=None):
+        """A column's last number, or that of a token, as a row."""
+        if at is not None:
+            return jnp.sum(jnp.broadcast_to(column, (len(column), lanes)) * at, axis=0, keepdims=True)
+        rows = min(SUBLANES, len(column))
+        return jnp.broadcast_to(column[-rows:], (rows, lanes))[-1:]
+
+    opened = None
+    if open_at is not None:
+        opened = [row(x, open_at) for x in judged], jnp.sum(start_G * open_at, axis=0, keepdims=True), open_at[:1]
+    return Prepared(
+        judged=judged,
+        read=read,
+        kept=[row(x) for x in read],
+        carried=[x if x is None else row(x) for x in in_momentum],
+        opened=opened,
+        G=c.G[-1:],
+        N=c.N,
+        overlap=overlap,
+        inverse=inverse,
+        scores=engine.products(queries, keys, keys.dtype) * c.G,
+    )
 
 
-def chunk_start(rule: MemoryRule, resets, rows, at_first, at_reset):
-    """`rows` of the token before each token's chunk; where there is none, what is said."""
-    size = rule.chunk_size
-    rows = jnp.concatenate([jnp.full_like(rows[:1], at_first), rows[size - 1 : -1 : size]])
-    if resets is not None:
-        rows = jnp.where(resets[::size, None], at_reset, rows)
-    return jnp.repeat(rows, size, axis=0)
+def at_chunk_start(rule: MemoryRule, starts, G, scales) -> list[jax.Array]:
+    """G and the scales of the sources as they are where each token is judged: after the token before its chunk.
+
+    There, the carried weights (source 0) count fully at the block's first chunk, the initial ones at a reset, nothing
+    else. A rule that decays first judges at the token itself, which has not written yet.
+    """
+    if rule.algorithm.decay_first:
+        t, i = (jax.lax.broadcasted_iota(jnp.int32, G.shape, axis) for axis in (0, 1))
+        return [jnp.where(t > i, G, 0), *scales]
+    # Side by side: a kernel has no gradient of numbers that are repeated along two axes.
+    rows, size = jnp.concatenate([G, *scales], axis=1), rule.chunk_size
+    column = jax.lax.broadcasted_iota(jnp.int32, (1, rows.shape[1]), 1)
+    source = lambda i: (column == len(G) + i).astype(rows.dtype)  # noqa: E731
+    last = rows.reshape(-1, size, rows.shape[1])[:, -1:] if size > 1 else rows
+    last = jnp.concatenate([source(0).reshape(last[:1].shape), last[:-1]])
+    if size > 1:
+        last = jnp.broadcast_to(last, (len(last), size, rows.shape[1])).reshape(rows.shape)
+    if starts is not None:
+        last = jnp.where(starts, source(len(scales) // 2), last)
+    return jnp.split(last, list(range(len(G), rows.shape[1])), axis=1)
 
 
 def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
     """One block: ((weights, momentum, open chunk's start), reads, surprise) from its start state."""
-    queries, keys, values, gates, resets, prepared = inputs
-    chunk_size, operand_dtype, c, slope = rule.chunk_size, keys.dtype, prepared.c, rule.bias.slope(None)
-    sources, weights_scales, momentum_scales = terms(c, start, initial)
+    queries, keys, values, _, _, prepared = inputs
+    operand_dtype, slope = keys.dtype, rule.bias.slope(None)
+    sources = [*start.weights, *start.momentum]
+    if len(prepared.read) > len(sources):
+        sources += [*initial.weights, *initial.momentum]
 
-    # The carried weights (source 0) count fully at the block's first chunk, the initial ones at a reset, nothing else.
-    start_scales = [
-        None if scale is None else chunk_start(rule, resets, scale, float(source == 0), float(source == 2))
-        for source, scale in enumerate(weights_scales)
-    ]
-
-    def at_chunk_start(rows, first):
-        """k_t times the weights of t's chunk start, without the block's own writes."""
-        total = 0
-        for i, (source, scale) in enumerate(zip(sources, start_scales, strict=True)):
-            if scale is not None:
-                read = first(source) if i == 0 else engine.matmul(rows, source, operand_dtype)
-                total += scale * read
-        return total
+    def from_sources(scales, rows, first=None):
+        """rows_t times the weighed sources; `first` is what they have of the first one, if that is known."""
+        products = [first] if first is not None else []
+        products += [engine.matmul(rows, source, operand_dtype) for source in sources[len(products) :]]
+        return sum(scale * product for scale, product in zip(scales, products, strict=True))
 
     (anchor,) = start.anchor
-    head, tail = keys[:chunk_size], keys[chunk_size:]
-    base = at_chunk_start(
-        keys,
-        lambda carried: jnp.concatenate(
-            [engine.matmul(head, anchor, operand_dtype), engine.matmul(tail, carried, operand_dtype)]
-        ),
-    )
-    values = engine.widen(values)
+    at_anchor = None
+    if anchor is not sources[0]:  # which is of the first chunk
+        parts = keys[: rule.chunk_size], keys[rule.chunk_size :]
+        parts = [engine.matmul(x, w, operand_dtype) for x, w in zip(parts, (anchor, sources[0]), strict=True)]
+        at_anchor = jnp.concatenate(parts)
+    base, values = from_sources(prepared.judged, keys, at_anchor), engine.widen(values)
     errors = slope * base - values
     if prepared.inverse is not None:
-        errors = engine.matmul(prepared.inverse, errors, errors.dtype)
+        errors = triangular.solve(False, slope * prepared.overlap, prepared.inverse, errors)
+    reads = from_sources(prepared.read, queries) + engine.matmul(prepared.scores, errors, operand_dtype)
 
-    reads = engine.matmul(prepared.scores, errors, operand_dtype)
-    for source, scale in zip(sources, weights_scales, strict=True):
-        if scale is not None:
-            reads += scale * engine.matmul(queries, source, operand_dtype)
+    def moved(scales, sources, written):
+        parts = zip(scales, sources, strict=True)
+        return written + sum(weighing.scaled(scale, source) for scale, source in parts if scale is not None)
 
-    def state_at(scales, row, token):
-        """The state after `token`, whose sources and errors weigh `scales[token]` and `row` [1, tokens]."""
-        state = engine.outer(keys, row.T * errors, operand_dtype)
-        for source, scale in zip(sources, scales, strict=True):
-            if scale is not None:
-                state += scale[token][None] * source
-        return state
-
-    weights = (state_at(weights_scales, c.G[-1:], -1),)
-    momentum = (state_at(momentum_scales, c.N, -1),) if rule.algorithm.has_momentum else ()
-    opened = (anchor,)
-    if gates.mask is not None:
-        token = jnp.max(jnp.where(gates.mask, jnp.arange(keys.shape[0], dtype=jnp.int32), 0)) // chunk_size * chunk_size
-        here = state_at(start_scales, prepared.start_G[token][None], token)
-        first = token == 0 if resets is None else (token == 0) & ~resets[0]
-        opened = (jnp.where(first, anchor, here),)
+    rows = [prepared.G] if prepared.N is None else [prepared.G, prepared.N]
+    keys = engine.widen(keys)
+    ends = zip((prepared.kept, prepared.carried), engine.weighted_sums(rows, keys, errors, operand_dtype), strict=False)
+    weights, *momentum = (moved(scales, sources, written) for scales, written in ends)
+    opened = anchor
+    if prepared.opened is not None:
+        scales, row, at_first = prepared.opened
+        (written,) = engine.weighted_sums([row], keys, errors, operand_dtype)
+        opened = moved(scales, [jnp.where(at_first > 0, anchor, sources[0]), *sources[1:]], written)
     anchor_reads = base - engine.matmul(prepared.overlap, errors, operand_dtype)
     surprise = jax.lax.stop_gradient((rule.bias(anchor_reads, values), jnp.linalg.norm(errors, axis=-1)))
-    return (weights, momentum, opened), reads, Surprise(*surprise)
-
-
-def terms(c, start: MemoryState, initial: MemoryState):
-    """Source matrices (W_0, S_0, initial W, initial S) and the scales [tokens, 1] they have in W_t and in S_t."""
-    (w,), (s,) = start.weights, start.momentum or (None,)
-    sources, in_weights, in_momentum = [w, s], [c.beta, c.f], [None, c.p]
-    if c.restart is not None:
-        (w,), (s,) = initial.weights, initial.momentum or (None,)
-        beta, f, p = c.restart
-        sources, in_weights, in_momentum = sources + [w, s], in_weights + [beta, f], in_momentum + [None, p]
-    return sources, in_weights, in_momentum
-
-
-@jax.custom_vjp
-def invert_unit_lower(lower: jax.Array) -> jax.Array:
-    """(I + strictly lower)^-1, [n, n], float32 or float64.
-
-    Substitution block by block, [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]] from single rows up: no
-    Newton-Schulz, no powers of the nilpotent part (design 3.2).
-    """
-    return substitute(lower)
-
-
-def invert_forward(lower):
-    inverse = substitute(lower)
-    return inverse, inverse
-
-
-def invert_backward(inverse, cotangent):
-    right = engine.outer(inverse, cotangent, cotangent.dtype)
-    return (jnp.tril(-engine.products(right, inverse, cotangent.dtype), -1),)
-
-
-invert_unit_lower.defvjp(invert_forward, invert_backward)
-
-
-def substitute(lower: jax.Array) -> jax.Array:
-    """`invert_unit_lower` without its gradient."""
-    size = len(lower)
-    diagonal, squares = halvings.squares(jnp.pad(lower, (0, halvings.power_of_two(size) - size)))
-    inverse = jnp.ones_like(diagonal)[:, None, None]
-    for across in squares:
-        earlier, later = halvings.halves(inverse)
-        right = engine.matmul(across, earlier, lower.dtype)
-        inverse = halvings.join(inverse, -engine.matmul(later, right, lower.dtype))
-    return inverse[0, :size, :size]
+    return ((weights,), tuple(momentum), (opened,)), reads, Surprise(*surprise)

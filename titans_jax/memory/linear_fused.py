@@ -1,0 +1,63 @@
+"""The fused form of linear memories: `linear_block` in the kernel, a block of many chunks by one triangular solve.
+
+Its coefficients are made in the kernel of sums made outside, like those of a chunk (`kernel.pack`); the rest, solve and
+gradients included, is the chunked form's own block function.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory import kernel, linear_block, triangular
+from titans_jax.memory.grid import Grid
+from titans_jax.memory.platform import LANES, SUBLANES
+from titans_jax.memory.types import Gates, MemoryRule, MemoryState
+
+
+def runs(rule: MemoryRule, gates: Gates) -> bool:
+    """Whether the kernel can run the rule this way: its chunks are tokens, or whole registers, and fill blocks."""
+    size, tokens = rule.chunk_size, linear_block.TOKENS_PER_BLOCK
+    fits = size == 1 or (size % SUBLANES == 0 and (tokens % size == 0 or size > tokens))
+    return fits and linear_block.runs(rule, gates)
+
+
+def tokens(rule: MemoryRule) -> int:
+    """Of a block."""
+    return max(rule.chunk_size, linear_block.TOKENS_PER_BLOCK)
+
+
+def pack(rule: MemoryRule, layout: Grid) -> jax.Array:
+    """`kernel.pack` of a layout in blocks, with documents' starts and the token that opens the last chunk."""
+    *_, gates, resets = layout.inputs
+    blocks, size = gates.step_size.shape[:2]
+    others = [] if resets is None else [jnp.repeat(resets[:, :: rule.chunk_size], rule.chunk_size, axis=1)]
+    if layout.last is not None and rule.chunk_size > 1:
+        slots = jnp.arange(blocks * size, dtype=jnp.int32).reshape(blocks, size)
+        others.append(slots == layout.last // rule.chunk_size * rule.chunk_size)
+    return kernel.pack(gates, others, resets)
+
+
+def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, block: kernel.Chunks):
+    """As `kernel.run_chunk`, for a block."""
+    weights, momentum = state
+    queries, keys, values = block.queries, block.keys, block.values
+    restarted = initial is not None
+    (c,), _, others = kernel.coefficients(
+        block.rows, 1, rule.algorithm.has_momentum, restarted, restarted + opens, keys.dtype
+    )
+    columns = [row.T for row in others]
+    starts = columns[0] > 0 if restarted else None
+    open_at = columns[-1] if opens else None
+    invert = functools.partial(triangular.inverse_in_kernel, operand_dtype=keys.dtype)
+    prepared = linear_block.prepare_block(rule, queries, keys, c, starts, open_at, LANES, invert)
+    start = MemoryState(weights, momentum, weights if anchor is None else anchor, 0)
+    fresh = MemoryState(*initial, initial[0], 0) if restarted else None
+    inputs = queries, keys, values, None, None, prepared
+    (*state, opened), reads, surprise = linear_block.memorize(rule, slow, start, fresh, inputs)
+    # The token that opens the last chunk is in one block; the sum over blocks is that one's.
+    opened = tuple(jnp.max(columns[-1], axis=0, keepdims=True) * w for w in opened) if opens else None
+    watched = jnp.stack([surprise.loss, surprise.cotangent_norm], axis=1) if watch else None
+    return tuple(state), opened, reads, watched
