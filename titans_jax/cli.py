@@ -202,12 +202,12 @@ def models(arguments: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from titans_jax.layers.memory_gates import GATES
-    from titans_jax.memory import FORMS, presets
+    from titans_jax.layers.memory_gates import GATES, gates_given
+    from titans_jax.memory import FORMS, choose_form, presets
 
     head_dim = 64
     table = Table(
-        "preset", "memory", "bias", "retention", "its gates", "algorithm", "floats a head", "exact",
+        "preset", "memory", "bias", "retention", "its gates", "algorithm", "floats a head", "exact", "auto on a TPU",
         caption=f"floats of a {head_dim}-wide head; exact: the parallel forms give the token-by-token rule, not that "
         f"of chunks; forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}",
     )  # fmt: skip
@@ -218,7 +218,9 @@ def models(arguments: list[str]) -> None:
         four = (_words(choice) for choice in (rule.architecture, rule.bias, rule.retention, rule.algorithm))
         memory, bias, retention, algorithm = four
         floats, exact = f"{presets.state_floats(rule, head_dim):,}", "yes" if rule.exact else "no"
-        table.add_row(name, memory, bias, retention if gates else "none", ", ".join(gates), algorithm, floats, exact)
+        form = choose_form("auto", rule, gates_given(rule, choices), "tpu")
+        retention, gates = retention if gates else "none", ", ".join(gates)
+        table.add_row(name, memory, bias, retention, gates, algorithm, floats, exact, form)
     Console().print(table)
 
 

@@ -202,10 +202,12 @@ def test_bfloat16_operands_of_a_linear_memory():
     check(presets.gated_deltanet(), HEADS, BFLOAT16, BFLOAT16_GATES, time=100, head_dim=64, dtype=jnp.bfloat16)
 
 
-def test_what_auto_stands_for_on_a_tpu(monkeypatch):
+def test_what_auto_stands_for_on_a_tpu():
     """A linear rule takes the kernel where its gates are scalars, and so does a deep one with chunks of a register."""
-    monkeypatch.setattr(memory, "target_platform", lambda: "tpu")
-    choose = lambda rule, **gates: memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates))  # noqa: E731
+
+    def choose(rule, **gates):
+        return memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates), "tpu")
+
     assert {choose(rule) for rule in (presets.gated_deltanet(), linear(1), linear(16), titans())} == {"fused"}
     assert choose(linear(3)) == choose(presets.ttt_mlp(chunk_size=4)) == "chunked"
     assert choose(presets.gla(), log_key_retention=np.zeros((1, 4), np.float32)) == "chunked"

@@ -227,6 +227,14 @@ class MemoryGates(nnx.Module):
         }  # fmt: skip
 
 
+def gates_given(rule: memory.MemoryRule, choices: GateChoices) -> memory.Gates:
+    """Which gates a preset's memory gets, each a 1 for one token: what a form is chosen by."""
+    one = jnp.ones((1, 1))
+    steps = dict.fromkeys(("key_step_size", "value_step_size"), one) if choices.channel_steps else {}
+    retention = {f"log_{side}_retention": one for side in ("key", "value") if getattr(choices, side)}
+    return memory.Gates(one, one if rule.algorithm.has_momentum else None, one, **retention, **steps)
+
+
 def scalar_gates(choices: GateChoices, rule: memory.MemoryRule, head_dim: int) -> dict[str, tuple[int, float]]:
     """The scalar logits of one head, {name: (how many, their bias at first)}."""
     matrices, steps = len(rule.shapes(head_dim)), rule.algorithm.steps

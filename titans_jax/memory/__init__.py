@@ -93,13 +93,14 @@ def start_chunk(state: MemoryState) -> MemoryState:
     return MemoryState(state.weights, state.momentum, state.weights, 0)
 
 
-def choose_form(form: str, rule: MemoryRule, gates: Gates) -> str:
-    """What "auto" stands for: the fused kernel where it will run on a TPU and pays, else the chunked form."""
+def choose_form(form: str, rule: MemoryRule, gates: Gates, platform: str | None = None) -> str:
+    """What "auto" stands for on a platform (default: the target's): the fused kernel on a TPU where it runs the rule
+    with these gates and pays, else the chunked form."""
     if form != "auto":
         return form
     exact = any(path.runs(rule, gates) for path in (linear_block, gated_block))
     pays = linear_fused.runs(rule, gates) or (not exact and rule.chunk_size >= SUBLANES)
-    return "fused" if pays and fused.runs(rule, gates) and target_platform() == "tpu" else "chunked"
+    return "fused" if pays and fused.runs(rule, gates) and (platform or target_platform()) == "tpu" else "chunked"
 
 
 def memorize(
