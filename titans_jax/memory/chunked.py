@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 
 import jax
 
-from titans_jax.memory import engine, gated_block, lag, linear_block, weighing
+from titans_jax.memory import algorithms, engine, gated_block, lag, linear_block, weighing
 from titans_jax.memory.grid import memorize_blocks
+from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import MemoryRule, MemoryState
+
+TOKENS_PER_TILE = 16
+"""Where a read is many products, its chunk is read in tiles: fewer, smaller ones, as long as a core keeps busy."""
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
@@ -21,6 +27,8 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
             return memorize_blocks(exact.memorize, tokens, *arguments, prepare=prepare, group=group)
     if rule.retention.lags:
         return memorize_blocks(lag.first_token(memorize_chunk), rule.chunk_size, *arguments)
+    if isinstance(rule.algorithm, algorithms.LeastSquares) and target_platform() == "cpu" and not gates.channel_wise:
+        return memorize_blocks(memorize_tiles, rule.chunk_size, *arguments, prepare=weigh_tiles)
     return memorize_blocks(memorize_chunk, rule.chunk_size, *arguments, prepare=weigh)
 
 
@@ -42,17 +50,66 @@ def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: Memory
     momenta = start.momentum or (None,) * len(start.weights)
     slopes = retention.slope(start.anchor, params)
 
-    def fast_linear(i, x):
-        moved = weighings[i].read(x, start.weights[i], momenta[i], inner[i], deltas[i], operand_dtype)
-        if retention.linear:
-            return moved
-        if retention.homogeneous:
-            return slopes[i] * moved
-        return engine.matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
+    def linear_of(columns=None):
+        carried, moves = engine.columns_of(start.weights, columns), engine.columns_of(deltas, columns)
 
-    reads = rule.algorithm.read(rule.architecture, fast_linear, params, engine.widen(queries))
+        def linear(i, x):
+            moved = weighings[i].read(x, carried[i], momenta[i], inner[i], moves[i], operand_dtype)
+            if retention.linear:
+                return moved
+            if retention.homogeneous:
+                return slopes[i] * moved
+            return engine.matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
+
+        return linear
+
+    reads = rule.algorithm.read(rule.architecture, linear_of, params, engine.widen(queries))
     ends = zip(weighings, start.weights, momenta, inner, deltas, strict=True)
     carried, momentum = zip(*(w.carry(*matrices, operand_dtype) for w, *matrices in ends), strict=True)
     if not retention.linear:
         carried, reads = engine.close(rule, params, start, carried, reads, queries, gates.mask)
     return (carried, momentum if start.momentum else (), start.anchor), reads, surprise
+
+
+def to_tiles(x, axis: int = 0):
+    """Leaves' `axis` of tokens as tiles and tokens."""
+
+    def split(leaf):
+        tile = math.gcd(leaf.shape[axis], TOKENS_PER_TILE)
+        return leaf.reshape(*leaf.shape[:axis], -1, tile, *leaf.shape[axis + 1 :])
+
+    return jax.tree.map(split, x)
+
+
+def weigh_tiles(queries, keys, values, gates, resets):
+    """`weigh` of the tiles of every chunk, leaves [chunks, tiles, ...]."""
+    return jax.vmap(weighing.of_blocks)(to_tiles(gates, axis=1))
+
+
+def memorize_tiles(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
+    """`memorize_chunk` for least squares: states from tile to tile first, then the reads of all tiles at once."""
+    queries, keys, values, gates, resets, (weighings,) = inputs
+    if resets is not None:
+        start = engine.select_state(resets[0], initial, start)
+    operand_dtype = keys.dtype
+    (inner,), (deltas,), surprise = engine.taps(rule, params, start.anchor, keys, values, gates)
+    inner, deltas = to_tiles((inner, deltas))
+
+    def carry(weights, tile):
+        weighing, *gradients = tile
+        return weighing.carry(weights, None, *gradients, operand_dtype)[0], weights
+
+    end, starts = jax.lax.scan(carry, start.weights[0], (weighings, inner, deltas), unroll=True)
+
+    def read(queries, weights, weighing, inner, deltas):
+        # Widened, or the gradient of what is left of the start is a sum of elementwise products.
+        weighing = dataclasses.replace(weighing, beta=engine.widened(weighing.beta, queries.shape[1]))
+
+        def linear_of(columns):
+            start, moved = weights[:, columns], deltas[:, columns]
+            return lambda _, x: weighing.read(x, start, None, inner, moved, operand_dtype)
+
+        return rule.algorithm.read(rule.architecture, linear_of, params, engine.widen(queries))
+
+    reads = jax.vmap(read)(to_tiles(queries), starts, weighings, inner, deltas).reshape(queries.shape)
+    return ((end,), (), start.anchor), reads, surprise

@@ -98,10 +98,16 @@ def state_dtype(dtype) -> jnp.dtype:
 def read(rule: MemoryRule, params, weights, queries: jax.Array) -> jax.Array:
     """M(queries) at the given weights, in the state's dtype; queries [..., head_dim] also give the operand dtype."""
 
-    def linear(i, x):
-        return matmul(x, weights[i], queries.dtype)
+    def linear_of(columns=None):
+        cut = columns_of(weights, columns)
+        return lambda i, x: matmul(x, cut[i], queries.dtype)
 
-    return rule.algorithm.read(rule.architecture, linear, params, widen(queries))
+    return rule.algorithm.read(rule.architecture, linear_of, params, widen(queries))
+
+
+def columns_of(matrices, columns: slice | None):
+    """These columns of every matrix, None for all."""
+    return matrices if columns is None else tuple(matrix[:, columns] for matrix in matrices)
 
 
 def readable(rule: MemoryRule, params, state: MemoryState) -> tuple[jax.Array, ...]:
