@@ -40,9 +40,10 @@ class Algorithm:
         """Start values of slow parameters beside the fast weights' start."""
         return architecture.slow(head_dim)
 
-    def read(self, architecture, linear_of, params, x: jax.Array) -> jax.Array:
-        """What a query reads, [..., head_dim]; linear_of(columns) is `linear` of some outputs, linear_of() of all."""
-        return architecture.read(linear_of(), params, x)
+    def read(self, architecture, linears, params, x: jax.Array) -> jax.Array:
+        """What a query reads, [..., head_dim]; linears(n) are n `linear`, each with its share of the outputs."""
+        (linear,) = linears(1)
+        return architecture.read(linear, params, x)
 
     def inner_loss(self, architecture, bias, linear, params, key, value, gate, tap):
         """The loss whose gradient is written: (losses [...], with the cotangent's tap added to what it judges)."""
@@ -108,9 +109,8 @@ class LeastSquares(Algorithm):
     def slow(self, architecture, head_dim):
         return {"log_ridge": jnp.full((head_dim,), jnp.log(self.ridge), jnp.float32)}
 
-    def read(self, architecture, linear_of, params, x):
-        head_dim = x.shape[-1]
-        values, keys = linear_of(slice(head_dim)), linear_of(slice(head_dim, None))
+    def read(self, architecture, linears, params, x):
+        values, keys = linears(2)
         ridge = jnp.exp(params["log_ridge"].astype(x.dtype))
 
         def covariance(y):

@@ -7,6 +7,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 
 from titans_jax.memory import algorithms, engine, gated_block, lag, linear_block, weighing
 from titans_jax.memory.grid import memorize_blocks
@@ -50,20 +51,19 @@ def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: Memory
     momenta = start.momentum or (None,) * len(start.weights)
     slopes = retention.slope(start.anchor, params)
 
-    def linear_of(columns=None):
-        carried, moves = engine.columns_of(start.weights, columns), engine.columns_of(deltas, columns)
+    def linears(parts):
+        both = zip(engine.columns(start.weights, parts), engine.columns(deltas, parts), strict=True)
+        return [functools.partial(linear, *matrices) for matrices in both]
 
-        def linear(i, x):
-            moved = weighings[i].read(x, carried[i], momenta[i], inner[i], moves[i], operand_dtype)
-            if retention.linear:
-                return moved
-            if retention.homogeneous:
-                return slopes[i] * moved
-            return engine.matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
+    def linear(carried, deltas, i, x):
+        moved = weighings[i].read(x, carried[i], momenta[i], inner[i], deltas[i], operand_dtype)
+        if retention.linear:
+            return moved
+        if retention.homogeneous:
+            return slopes[i] * moved
+        return engine.matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
 
-        return linear
-
-    reads = rule.algorithm.read(rule.architecture, linear_of, params, engine.widen(queries))
+    reads = rule.algorithm.read(rule.architecture, linears, params, engine.widen(queries))
     ends = zip(weighings, start.weights, momenta, inner, deltas, strict=True)
     carried, momentum = zip(*(w.carry(*matrices, operand_dtype) for w, *matrices in ends), strict=True)
     if not retention.linear:
@@ -83,33 +83,44 @@ def to_tiles(x, axis: int = 0):
 
 def weigh_tiles(queries, keys, values, gates, resets):
     """`weigh` of the tiles of every chunk, leaves [chunks, tiles, ...]."""
-    return jax.vmap(weighing.of_blocks)(to_tiles(gates, axis=1))
+    (tiles,) = jax.vmap(weighing.of_blocks)(to_tiles(gates, axis=1))
+    return tiles
 
 
 def memorize_tiles(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
     """`memorize_chunk` for least squares: states from tile to tile first, then the reads of all tiles at once."""
-    queries, keys, values, gates, resets, (weighings,) = inputs
+    queries, keys, values, gates, resets, weighings = inputs
     if resets is not None:
         start = engine.select_state(resets[0], initial, start)
     operand_dtype = keys.dtype
     (inner,), (deltas,), surprise = engine.taps(rule, params, start.anchor, keys, values, gates)
     inner, deltas = to_tiles((inner, deltas))
 
-    def carry(weights, tile):
-        weighing, *gradients = tile
-        return weighing.carry(weights, None, *gradients, operand_dtype)[0], weights
+    def add(weighing, inner, deltas):
+        return engine.outer(weighing.G[-1:].T * inner, deltas, operand_dtype)
 
-    end, starts = jax.lax.scan(carry, start.weights[0], (weighings, inner, deltas), unroll=True)
+    (state,), starts = start.weights, []
+    for kept, added in zip(weighings.ends, jax.vmap(add)(weighings, inner, deltas), strict=True):
+        starts.append(state)
+        state = kept * state + added
 
     def read(queries, weights, weighing, inner, deltas):
         # Widened, or the gradient of what is left of the start is a sum of elementwise products.
-        weighing = dataclasses.replace(weighing, beta=engine.widened(weighing.beta, queries.shape[1]))
+        left = engine.widened(weighing.beta, queries.shape[1])
 
-        def linear_of(columns):
-            start, moved = weights[:, columns], deltas[:, columns]
-            return lambda _, x: weighing.read(x, start, None, inner, moved, operand_dtype)
+        def linears(parts):
+            return [linear(*columns) for columns in engine.columns((weights, deltas), parts)]
 
-        return rule.algorithm.read(rule.architecture, linear_of, params, engine.widen(queries))
+        def linear(weights, deltas):
+            both = jnp.concatenate([weights, inner.T], axis=1)
 
-    reads = jax.vmap(read)(to_tiles(queries), starts, weighings, inner, deltas).reshape(queries.shape)
-    return ((end,), (), start.anchor), reads, surprise
+            def apply(_, x):
+                out, scores = jnp.split(engine.matmul(x, both, operand_dtype), [weights.shape[1]], axis=1)
+                return left * out + engine.matmul(weighing.G * scores, deltas, operand_dtype)
+
+            return apply
+
+        return rule.algorithm.read(rule.architecture, linears, params, engine.widen(queries))
+
+    reads = jax.vmap(read)(to_tiles(queries), jnp.stack(starts), weighings, inner, deltas).reshape(queries.shape)
+    return ((state,), (), start.anchor), reads, surprise

@@ -98,16 +98,15 @@ def state_dtype(dtype) -> jnp.dtype:
 def read(rule: MemoryRule, params, weights, queries: jax.Array) -> jax.Array:
     """M(queries) at the given weights, in the state's dtype; queries [..., head_dim] also give the operand dtype."""
 
-    def linear_of(columns=None):
-        cut = columns_of(weights, columns)
-        return lambda i, x: matmul(x, cut[i], queries.dtype)
+    def linears(parts=1):
+        return [lambda i, x, cut=cut: matmul(x, cut[i], queries.dtype) for cut in columns(weights, parts)]
 
-    return rule.algorithm.read(rule.architecture, linear_of, params, widen(queries))
+    return rule.algorithm.read(rule.architecture, linears, params, widen(queries))
 
 
-def columns_of(matrices, columns: slice | None):
-    """These columns of every matrix, None for all."""
-    return matrices if columns is None else tuple(matrix[:, columns] for matrix in matrices)
+def columns(matrices, parts: int):
+    """`parts` tuples of matrices, each with its share of the columns of every one."""
+    return [matrices] if parts == 1 else zip(*(jnp.split(matrix, parts, axis=1) for matrix in matrices), strict=True)
 
 
 def readable(rule: MemoryRule, params, state: MemoryState) -> tuple[jax.Array, ...]:
