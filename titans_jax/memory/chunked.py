@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -24,7 +23,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     for exact in (linear_block, gated_block):
         if exact.runs(rule, gates):
             prepare = functools.partial(exact.prepare, rule)
-            tokens, group = linear_block.grouping(rule)
+            tokens, group = linear_block.grouping(rule, gates)
             return memorize_blocks(exact.memorize, tokens, *arguments, prepare=prepare, group=group)
     if rule.retention.lags:
         return memorize_blocks(lag.first_token(memorize_chunk), rule.chunk_size, *arguments)
