@@ -3,11 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import miras_inputs
 import miras_oracle as oracle
 import numpy as np
 import pytest
-from miras_inputs import FORMS, HEAD_DIM, MODELS, TIME, deep_model, error, rows, run
+from miras_inputs import FORMS, HEAD_DIM, MODELS, TIME, deep_model, error, memorize, rows, run
 
 from titans_jax import memory
 from titans_jax.memory import presets
@@ -75,6 +76,27 @@ def test_mesa_is_the_same_solution_whatever_its_chunk():
     )
     assert error(model.expect(inputs, model.params), expected) <= TOLERANCE
     assert error(run(presets.mesa(), "chunked", model.params, inputs)[0], expected) <= TOLERANCE
+
+
+def test_mesa_in_several_tiles_of_a_chunk():
+    """Values and gradients; the second chunk is not full, and a token in its first tile forgets all before it."""
+    model, generator = MODELS["mesa"], np.random.default_rng(7)
+    inputs = model.inputs(84)
+    inputs["retention"][60] = 0
+    rule, weigh = presets.mesa(chunk_size=48), generator.normal(size=(84, HEAD_DIM))
+    assert error(run(rule, "chunked", model.params, inputs)[0], model.expect(inputs, model.params)) <= TOLERANCE
+
+    def gradient(form):
+        def loss(point):
+            params = {"weights": model.params["weights"], "log_ridge": point["log_ridge"]}
+            return jnp.sum(memorize(rule, form, params, point)[0] * weigh)
+
+        return jax.jit(jax.grad(loss))(inputs | {"log_ridge": model.params["log_ridge"]})
+
+    with jax.enable_x64(True):
+        chunked, recurrent = gradient("chunked"), gradient("recurrent")
+        for name in (*inputs, "log_ridge"):
+            assert error(chunked[name], recurrent[name]) <= TOLERANCE, name
 
 
 def linear_titans(bias=None):

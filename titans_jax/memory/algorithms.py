@@ -11,6 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.platform import target_platform
+
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
@@ -38,8 +40,9 @@ class Algorithm:
         """Start values of slow parameters beside the fast weights' start."""
         return architecture.slow(head_dim)
 
-    def read(self, architecture, linear, params, x: jax.Array) -> jax.Array:
-        """What a query reads, [..., head_dim]."""
+    def read(self, architecture, linears, params, x: jax.Array) -> jax.Array:
+        """What a query reads, [..., head_dim]; linears(n) are n `linear`, each with its share of the outputs."""
+        (linear,) = linears(1)
         return architecture.read(linear, params, x)
 
     def inner_loss(self, architecture, bias, linear, params, key, value, gate, tap):
@@ -106,16 +109,16 @@ class LeastSquares(Algorithm):
     def slow(self, architecture, head_dim):
         return {"log_ridge": jnp.full((head_dim,), jnp.log(self.ridge), jnp.float32)}
 
-    def read(self, architecture, linear, params, x):
-        head_dim = x.shape[-1]
+    def read(self, architecture, linears, params, x):
+        values, keys = linears(2)
         ridge = jnp.exp(params["log_ridge"].astype(x.dtype))
 
         def covariance(y):
-            return linear(0, y)[..., head_dim:] + y * jnp.broadcast_to(ridge, y.shape)
+            return keys(0, y) + y * jnp.broadcast_to(ridge, y.shape)
 
         solve = lambda matvec, b: conjugate_gradients(matvec, b, self.iterations)  # noqa: E731
         solution = jax.lax.custom_linear_solve(covariance, x, solve, symmetric=True)
-        return linear(0, solution)[..., :head_dim]
+        return values(0, solution)
 
     def inner_loss(self, architecture, bias, linear, params, key, value, gate, tap):
         statistics = linear(0, key) + jnp.concatenate([tap, jnp.zeros_like(tap)], axis=-1)
@@ -126,6 +129,8 @@ def conjugate_gradients(matvec, right: jax.Array, iterations: int) -> jax.Array:
     """x of A x = right for every row [..., n], each with its own symmetric positive definite A."""
 
     def dot(x, y):
+        if target_platform() == "cpu":  # as a product: the sum of x * y takes XLA ten times as long there
+            return jnp.einsum("...n,...n->...", x, y, precision="highest")[..., None]
         return jnp.sum(x * y, axis=-1, keepdims=True)
 
     def ratio(x, y):  # a row that has converged stays where it is

@@ -59,20 +59,23 @@ def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Arr
     return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
 
 
-def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array) -> list[jax.Array]:
+def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, steps: int = 1) -> list[jax.Array]:
     """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
 
-    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular.
+    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular. steps: only
+    the first of every so many tokens has a gate that is not 0.
     """
     if log_gate.shape[1] == 1:
         K = engine.widened(cumulative(log_gate), len(log_gate))
         decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
         return [engine.products(x, y, x.dtype) * decay for x in xs]
-    # No gate is between a token and itself.
-    itself = [jnp.where(jnp.eye(len(y), dtype=bool), engine.products(x, y, x.dtype), 0) for x in xs]
-    tokens, xs, y = len(y), [to_parts(x) for x in xs], to_parts(y)
-    scores = [jnp.zeros((len(y), 1, 1), y.dtype) for _ in xs]
-    for until, after in to_borders(to_parts(log_gate)):
+    steps = steps if len(y) % steps == 0 else 1
+    part = jnp.arange(len(y), dtype=jnp.int32)[None] // steps
+    # No gate is between a token and itself, nor between steps.
+    near = [jnp.where(part.T == part, engine.products(x, y, x.dtype), 0) for x in xs]
+    tokens, xs, y = len(y), [to_parts(x, steps) for x in xs], to_parts(y, steps)
+    scores = [jnp.zeros((len(y), steps, steps), y.dtype) for _ in xs]
+    for until, after in to_borders(jnp.concatenate([to_parts(log_gate, steps)[:, :1]] * steps, axis=1)):
         early, late = halvings.halves(y)
         faded, fading = early * jnp.exp(after), jnp.exp(until)
         # The same rows again: their gradients then add up level by level, not in one sum of slices of all levels.
@@ -82,7 +85,7 @@ def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array) ->
             across = jnp.einsum("ntc,nic->nti", late * fading, faded, precision="highest")
             scores[reader] = halvings.join(scores[reader], across)
             xs[reader] = halvings.merge(early, late)
-    scores = [own + past[0, :tokens, :tokens] for own, past in zip(itself, scores, strict=True)]
+    scores = [own + past[0, :tokens, :tokens] for own, past in zip(near, scores, strict=True)]
     return [jnp.where(visible, of_x, 0) for of_x in scores]
 
 
@@ -100,11 +103,13 @@ def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> ja
     return mixed[0, :tokens]
 
 
-def to_borders(log_gate: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Per level, the sums of log gates [tokens, 1, channels] between tokens and the border between the halves of their
-    part, [parts, half, channels]: of the later half's tokens, from the border until the token; of the earlier's, behind
-    it."""
-    until, after, sums = log_gate, jnp.zeros_like(log_gate), []
+def to_borders(until: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Per level, the sums of log gates between tokens and the border between the halves of their part, [parts, half,
+    channels]: of the later half's tokens, from the border until the token; of the earlier's, behind it.
+
+    until: the sums inside the smallest parts, whose first tokens alone have gates, [parts, size, channels].
+    """
+    after, sums = jnp.zeros_like(until), []
     while len(until) > 1:
         (early_until, until), (after, late_after) = halvings.halves(until), halvings.halves(after)
         sums.append((until, after))
@@ -113,6 +118,7 @@ def to_borders(log_gate: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     return sums
 
 
-def to_parts(x: jax.Array) -> jax.Array:
-    """[tokens, channels] in parts of one token, [tokens, 1, channels], as many as a power of two, with zeros behind."""
-    return jnp.pad(x, ((0, halvings.power_of_two(len(x)) - len(x)), (0, 0)))[:, None]
+def to_parts(x: jax.Array, size: int = 1) -> jax.Array:
+    """[tokens, channels] in parts, [parts, size, channels], as many as a power of two, with zeros behind."""
+    parts = x.reshape(-1, size, x.shape[1])
+    return jnp.pad(parts, ((0, halvings.power_of_two(len(parts)) - len(parts)), (0, 0), (0, 0)))

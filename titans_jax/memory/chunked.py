@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
+import jax.numpy as jnp
 
-from titans_jax.memory import engine, gated_block, lag, linear_block, weighing
+from titans_jax.memory import algorithms, engine, gated_block, lag, linear_block, weighing
 from titans_jax.memory.grid import memorize_blocks
+from titans_jax.memory.platform import target_platform
 from titans_jax.memory.types import MemoryRule, MemoryState
+
+TOKENS_PER_TILE = 16
+"""Where a read is many products, its chunk is read in tiles: fewer, smaller ones, as long as a core keeps busy."""
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
@@ -17,10 +23,12 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     for exact in (linear_block, gated_block):
         if exact.runs(rule, gates):
             prepare = functools.partial(exact.prepare, rule)
-            tokens, group = linear_block.grouping(rule)
+            tokens, group = linear_block.grouping(rule, gates)
             return memorize_blocks(exact.memorize, tokens, *arguments, prepare=prepare, group=group)
     if rule.retention.lags:
         return memorize_blocks(lag.first_token(memorize_chunk), rule.chunk_size, *arguments)
+    if isinstance(rule.algorithm, algorithms.LeastSquares) and target_platform() == "cpu" and not gates.channel_wise:
+        return memorize_blocks(memorize_tiles, rule.chunk_size, *arguments, prepare=weigh_tiles)
     return memorize_blocks(memorize_chunk, rule.chunk_size, *arguments, prepare=weigh)
 
 
@@ -42,17 +50,76 @@ def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: Memory
     momenta = start.momentum or (None,) * len(start.weights)
     slopes = retention.slope(start.anchor, params)
 
-    def fast_linear(i, x):
-        moved = weighings[i].read(x, start.weights[i], momenta[i], inner[i], deltas[i], operand_dtype)
+    def linears(parts):
+        both = zip(engine.columns(start.weights, parts), engine.columns(deltas, parts), strict=True)
+        return [functools.partial(linear, *matrices) for matrices in both]
+
+    def linear(carried, deltas, i, x):
+        moved = weighings[i].read(x, carried[i], momenta[i], inner[i], deltas[i], operand_dtype)
         if retention.linear:
             return moved
         if retention.homogeneous:
             return slopes[i] * moved
         return engine.matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
 
-    reads = rule.algorithm.read(rule.architecture, fast_linear, params, engine.widen(queries))
+    reads = rule.algorithm.read(rule.architecture, linears, params, engine.widen(queries))
     ends = zip(weighings, start.weights, momenta, inner, deltas, strict=True)
     carried, momentum = zip(*(w.carry(*matrices, operand_dtype) for w, *matrices in ends), strict=True)
     if not retention.linear:
         carried, reads = engine.close(rule, params, start, carried, reads, queries, gates.mask)
     return (carried, momentum if start.momentum else (), start.anchor), reads, surprise
+
+
+def to_tiles(x, axis: int = 0):
+    """Leaves' `axis` of tokens as tiles and tokens."""
+
+    def split(leaf):
+        tile = math.gcd(leaf.shape[axis], TOKENS_PER_TILE)
+        return leaf.reshape(*leaf.shape[:axis], -1, tile, *leaf.shape[axis + 1 :])
+
+    return jax.tree.map(split, x)
+
+
+def weigh_tiles(queries, keys, values, gates, resets):
+    """`weigh` of the tiles of every chunk, leaves [chunks, tiles, ...]."""
+    (tiles,) = jax.vmap(weighing.of_blocks)(to_tiles(gates, axis=1))
+    return tiles
+
+
+def memorize_tiles(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
+    """`memorize_chunk` for least squares: states from tile to tile first, then the reads of all tiles at once."""
+    queries, keys, values, gates, resets, weighings = inputs
+    if resets is not None:
+        start = engine.select_state(resets[0], initial, start)
+    operand_dtype = keys.dtype
+    (inner,), (deltas,), surprise = engine.taps(rule, params, start.anchor, keys, values, gates)
+    inner, deltas = to_tiles((inner, deltas))
+
+    def add(weighing, inner, deltas):
+        return engine.outer(weighing.G[-1:].T * inner, deltas, operand_dtype)
+
+    (state,), starts = start.weights, []
+    for kept, added in zip(weighings.ends, jax.vmap(add)(weighings, inner, deltas), strict=True):
+        starts.append(state)
+        state = kept * state + added
+
+    def read(queries, weights, weighing, inner, deltas):
+        # Widened, or the gradient of what is left of the start is a sum of elementwise products.
+        left = engine.widened(weighing.beta, queries.shape[1])
+
+        def linears(parts):
+            return [linear(*columns) for columns in engine.columns((weights, deltas), parts)]
+
+        def linear(weights, deltas):
+            both = jnp.concatenate([weights, inner.T], axis=1)
+
+            def apply(_, x):
+                out, scores = jnp.split(engine.matmul(x, both, operand_dtype), [weights.shape[1]], axis=1)
+                return left * out + engine.matmul(weighing.G * scores, deltas, operand_dtype)
+
+            return apply
+
+        return rule.algorithm.read(rule.architecture, linears, params, engine.widen(queries))
+
+    reads = jax.vmap(read)(to_tiles(queries), jnp.stack(starts), weighings, inner, deltas).reshape(queries.shape)
+    return ((state,), (), start.anchor), reads, surprise

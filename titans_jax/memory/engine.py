@@ -112,10 +112,15 @@ def state_dtype(dtype) -> jnp.dtype:
 def read(rule: MemoryRule, params, weights, queries: jax.Array) -> jax.Array:
     """M(queries) at the given weights, in the state's dtype; queries [..., head_dim] also give the operand dtype."""
 
-    def linear(i, x):
-        return matmul(x, weights[i], queries.dtype)
+    def linears(parts=1):
+        return [lambda i, x, cut=cut: matmul(x, cut[i], queries.dtype) for cut in columns(weights, parts)]
 
-    return rule.algorithm.read(rule.architecture, linear, params, widen(queries))
+    return rule.algorithm.read(rule.architecture, linears, params, widen(queries))
+
+
+def columns(matrices, parts: int):
+    """`parts` tuples of matrices, each with its share of the columns of every one."""
+    return [matrices] if parts == 1 else zip(*(jnp.split(matrix, parts, axis=1) for matrix in matrices), strict=True)
 
 
 def readable(rule: MemoryRule, params, state: MemoryState) -> tuple[jax.Array, ...]:

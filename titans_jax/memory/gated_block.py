@@ -91,7 +91,7 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
     written = written if gates.key_step_size is None else written * gates.key_step_size
     # Before it forgets, a token reads what the one before it would.
     judging = keys if decays_first else after(keys)
-    scores, overlap = channels.decayed_scores((x, judging), written, by_key, visible)
+    scores, overlap = channels.decayed_scores((x, judging), written, by_key, visible, rule.algorithm.steps)
     overlap = jnp.where(strictly, overlap if decays_first else before(overlap), 0)
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):

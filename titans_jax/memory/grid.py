@@ -122,7 +122,7 @@ def memorize_blocks(
 
     def scan(carry, inputs):
         prepared = prepare and prepare(*inputs[1:])
-        return jax.lax.scan(jax.checkpoint(step, prevent_cse=False), carry, (*inputs, prepared))
+        return jax.lax.scan(rematerialised(step), carry, (*inputs, prepared))
 
     carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)
     carry, (reads, surprise) = scan_groups(scan, group, carry, layout.inputs)
@@ -136,7 +136,7 @@ def scan_groups(scan, group: int, carry, inputs):
     inputs = (jnp.arange(blocks, dtype=jnp.int32), *inputs)
     if blocks <= group:
         return scan(carry, inputs)
-    scan = jax.checkpoint(scan, prevent_cse=False)
+    scan = rematerialised(scan)
     whole = blocks - blocks % group
     grouped = jax.tree.map(lambda x: x[:whole].reshape(-1, group, *x.shape[1:]), inputs)
     carry, outputs = jax.lax.scan(scan, carry, grouped)
@@ -145,6 +145,12 @@ def scan_groups(scan, group: int, carry, inputs):
         return carry, outputs
     carry, rest = scan(carry, jax.tree.map(lambda x: x[whole:], inputs))
     return carry, jax.tree.map(lambda *x: jnp.concatenate(x), outputs, rest)
+
+
+def rematerialised(function):
+    """`function` whose backward pass repeats all but solves: their solutions are no larger than what is read."""
+    keep = lambda primitive, *_, **__: primitive.name == "custom_linear_solve"  # noqa: E731
+    return jax.checkpoint(function, prevent_cse=False, policy=keep)
 
 
 def final_state(chunk_size: int, grid: Grid, state: MemoryState, weights, momentum, anchor) -> MemoryState:

@@ -36,11 +36,12 @@ def runs(rule: MemoryRule, gates: Gates) -> bool:
     return plain and not isinstance(rule.algorithm, algorithms.LeastSquares) and not gates.channel_wise
 
 
-def grouping(rule: MemoryRule) -> tuple[int, int]:
-    """(tokens per block, whole chunks; blocks that are prepared at once); for a CPU, what its cache holds of them."""
+def grouping(rule: MemoryRule, gates: Gates) -> tuple[int, int]:
+    """(tokens per block, whole chunks; blocks that are prepared at once); for a CPU, what its cache holds of them, and
+    where channels forget at rates of their own, which takes work at every halving, shorter ones."""
     tokens, blocks = TOKENS_PER_BLOCK, GROUP
     if target_platform() == "cpu":
-        tokens, blocks = tokens // 2, blocks // 2
+        tokens, blocks = (tokens // 4, blocks) if gates.channel_wise else (tokens // 2, blocks // 2)
     return rule.chunk_size * max(1, tokens // rule.chunk_size), blocks
 
 
