@@ -20,13 +20,15 @@ class Algorithm:
 
     has_momentum: S is carried. steps: inner steps (key-value pairs) per token. decay_first: the gradient is taken at
     the memory that retention has already acted on (Gated DeltaNet), not before it (Titans; papers 1.12).
-    linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay.
+    linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay. fusible: a TPU kernel has
+    all the operations of it.
     """
 
     has_momentum = False
     steps = 1
     decay_first = False
     linear_only = False
+    fusible = True
 
     def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
         """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim]."""
@@ -96,6 +98,7 @@ class LeastSquares(Algorithm):
     iterations: int = 30
     ridge: float = 1.0
     linear_only = True
+    fusible = False  # Mosaic has no custom_linear_solve
 
     def __post_init__(self):
         if not isinstance(self.iterations, int) or self.iterations < 1:

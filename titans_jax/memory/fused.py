@@ -18,11 +18,12 @@ from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether the kernel can run the rule: a retention that a kernel has the operations for, channel-wise only without
-    momentum, and before the error only in blocks of a linear memory."""
+    """Whether the kernel can run the rule: a retention and an algorithm that a kernel has the operations for, channels
+    apart only without momentum, and retention before the error only in blocks of a linear memory."""
     by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
     apart = not (by_channel and rule.algorithm.has_momentum)
-    by_chunk = apart and rule.retention.fusible and not rule.algorithm.decay_first
+    traces = rule.retention.fusible and rule.algorithm.fusible
+    by_chunk = apart and traces and not rule.algorithm.decay_first
     return by_chunk or linear_fused.runs(rule, gates)
 
 
@@ -31,7 +32,8 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     if not runs(rule, gates):
         raise ValueError(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates: no "
-            "retention before the error, of channels with momentum, with a lag token or an arctan; use form='chunked'."
+            "retention before the error, of channels with momentum, with a lag token or an arctan, and no least "
+            "squares; use form='chunked'."
         )
     size = tokens = rule.chunk_size
     pack, block = pack_chunks, kernel.run_chunk
