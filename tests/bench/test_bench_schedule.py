@@ -15,7 +15,7 @@ needs_libtpu = pytest.mark.skipif(
 @needs_libtpu
 def test_the_kernels_compile_for_a_tpu():
     """Forward and gradient; 'no more than the slots there are, and the matrix unit in use' is what a schedule is."""
-    row = schedule.measure("v5e:1x1", schedule.Case(64, 16, expansion=2, heads=2))
+    row = schedule.measure("v5e:1x1", schedule.Case(64, 16, expansion=2, rows=1, heads=2))
     assert (row.hidden, row.forward_heads, row.backward_heads) == (128, 2, 2)
     assert 0 < row.forward < row.both - row.forward
     assert 0 < row.xla_forward < row.xla_both
