@@ -2,10 +2,13 @@
 
 import importlib.util
 
+import jax
 import pytest
 
 from titans_jax import cli
 from titans_jax.bench import schedule
+from titans_jax.tpu.hlo import Program
+from titans_jax.tpu.topology import describe, find_topology
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, which holds the TPU compiler, is not installed"
@@ -23,11 +26,23 @@ def test_the_kernels_compile_for_a_tpu():
         assert 0 < slots["MXU"] and all(0 <= share <= 1 for share in slots.values())
 
 
+@needs_libtpu
+@pytest.mark.parametrize("preset, topology", [("moneta", "v5e:1x1"), ("yaad", "v5p:2x2x1"), ("memora", "v6e:1x1")])
+def test_the_kernels_of_miras_compile_with_their_own_gates(preset, topology):
+    case = schedule.Case(64, 16, expansion=2, rows=1, heads=2, preset=preset)
+    mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(schedule.gradient(case, "auto")).lower(*schedule.inputs(case, mesh)).compile()
+    kernels = Program(compiled.as_text()).kernels()
+    assert sorted(call.name.split(".")[0] for call, _ in kernels) == ["memorize", "memorize_backward"]
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         ("--topologies v6f:2x2", "there is no topology v6f:2x2"),
         ("--chunk_sizes 32", "chunk_sizes has 32; use any of 16, 64, 256"),
+        ("--preset gla", "preset is 'gla'; use one of ttt_mlp, titans, moneta, yaad, memora"),
     ],
 )
 def test_what_is_not_there_is_refused_in_a_sentence(arguments, sentence, capsys):
