@@ -38,7 +38,7 @@ class ChannelDecay:
 
     def scores(self, x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
         """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t; 0 for i > t."""
-        tokens, x, y = len(y), padded(x), padded(y)
+        tokens, x, y = len(y), halvings.padded(x), halvings.padded(y)
         # No gate is between a token and itself.
         scores = jnp.where(pairs(len(y), 0), engine.products(x, y, operand_dtype), 0)
         for half, until, behind in self._sums[0]:
@@ -48,8 +48,7 @@ class ChannelDecay:
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
         """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
-        tokens, deltas = len(deltas), padded(deltas)
-        scores = jnp.pad(scores, ((0, len(deltas) - tokens), (0, len(deltas) - tokens)))
+        tokens, deltas, scores = len(deltas), halvings.padded(deltas), halvings.padded(scores, 2)
 
         def read(half, deltas):
             return engine.matmul(jnp.where(pairs(len(deltas), half), scores, 0), deltas, operand_dtype)
@@ -63,7 +62,7 @@ class ChannelDecay:
     def _sums(self):
         """Per level (tokens of a half; log gates summed from the border behind which a token's half begins until the
         token; those behind the token until its half ends), and the latter two of the whole chunk."""
-        until = padded(self.log_gate)
+        until = halvings.padded(self.log_gate)
         behind, half, levels = jnp.zeros_like(until), 1, []
         row = jax.lax.broadcasted_iota(jnp.int32, until.shape, 0)
         while half < len(until):
@@ -75,19 +74,9 @@ class ChannelDecay:
         return levels, until, behind
 
 
-def levels(tokens: int) -> int:
-    """Borders that a token is beside."""
-    return (tokens - 1).bit_length()
-
-
 def pairs(tokens: int, half: int) -> jax.Array:
     """Whether t, i [tokens, tokens] are on two sides of a border, t behind it; the same token for 0."""
     t, i = (jax.lax.broadcasted_iota(jnp.int32, (tokens, tokens), axis) for axis in (0, 1))
     if half == 0:
         return t == i
     return (t // half == i // half + 1) & (t // half % 2 == 1)
-
-
-def padded(x: jax.Array) -> jax.Array:
-    """With zeros behind, as many rows as a power of two."""
-    return jnp.pad(x, ((0, halvings.power_of_two(len(x)) - len(x)), (0, 0)))

@@ -92,7 +92,7 @@ def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, st
 def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:
     """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular."""
     tokens, deltas = len(deltas), to_parts(deltas)
-    diagonal, squares = halvings.squares(jnp.pad(scores, (0, len(deltas) - tokens)))
+    diagonal, squares = halvings.squares(halvings.padded(scores, 2))
     mixed = engine.widened(diagonal[:, None], deltas.shape[2])[:, None] * deltas
     for (until, after), across in zip(to_borders(to_parts(log_gate)), squares, strict=True):
         early, late = halvings.halves(deltas)
@@ -120,5 +120,4 @@ def to_borders(until: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
 
 def to_parts(x: jax.Array, size: int = 1) -> jax.Array:
     """[tokens, channels] in parts, [parts, size, channels], as many as a power of two, with zeros behind."""
-    parts = x.reshape(-1, size, x.shape[1])
-    return jnp.pad(parts, ((0, halvings.power_of_two(len(parts)) - len(parts)), (0, 0), (0, 0)))
+    return halvings.padded(x.reshape(-1, size, x.shape[1]))

@@ -112,7 +112,7 @@ def state_dtype(dtype) -> jnp.dtype:
 def read(rule: MemoryRule, params, weights, queries: jax.Array) -> jax.Array:
     """M(queries) at the given weights, in the state's dtype; queries [..., head_dim] also give the operand dtype."""
 
-    def linears(parts=1):
+    def linears(parts):
         return [lambda i, x, cut=cut: matmul(x, cut[i], queries.dtype) for cut in columns(weights, parts)]
 
     return rule.algorithm.read(rule.architecture, linears, params, widen(queries))

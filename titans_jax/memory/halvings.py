@@ -12,9 +12,15 @@ import jax
 import jax.numpy as jnp
 
 
-def power_of_two(tokens: int) -> int:
-    """The least power of two that holds them."""
-    return 1 << (tokens - 1).bit_length()
+def levels(tokens: int) -> int:
+    """Borders that a token is beside."""
+    return (tokens - 1).bit_length()
+
+
+def padded(x: jax.Array, axes: int = 1) -> jax.Array:
+    """Zeros behind the first `axes` axes, each to the least power of two that holds it."""
+    missing = [(1 << levels(size)) - size for size in x.shape[:axes]]
+    return jnp.pad(x, [(0, more) for more in missing] + [(0, 0)] * (x.ndim - axes))
 
 
 def halves(parts: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from titans_jax.memory import borders, chunked, weighing
+from titans_jax.memory import borders, chunked, halvings, weighing
 from titans_jax.memory.blocks import Beside, Steps, call, clear, copy, read, tiled_bytes, write
 from titans_jax.memory.coefficients import Coefficients, Cumulative, summed, tile
 from titans_jax.memory.platform import LANES, SUBLANES
@@ -140,7 +140,7 @@ def steps_of(rule: MemoryRule, chunks: Chunks, weights: tuple, together: int, to
     sides = sum(x is not None for x in (chunks.log_key_retention, chunks.log_value_retention))
     needed = [(size, max(shape)) for shape in shapes] * values.lanes
     needed += shapes * (0 if rule.retention.linear else values.matrices)
-    needed += [(size, head_dim)] * (sides * borders.levels(size) * values.sums)
+    needed += [(size, head_dim)] * (sides * halvings.levels(size) * values.sums)
     head_bytes = sum(tiled_bytes(shape, jnp.float32) for shape in needed)
     return Steps(n // together, together, min(tokens // size, MOST_HEADS), group, count // group, head_bytes)
 

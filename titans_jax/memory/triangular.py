@@ -20,8 +20,7 @@ ROWS = SUBLANES
 def inverse(lower: jax.Array) -> jax.Array:
     """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none."""
     size = len(lower)
-    missing = halvings.power_of_two(size) - size
-    return by_halvings(jax.lax.stop_gradient(jnp.pad(lower, (0, missing))))[:size, :size]
+    return by_halvings(jax.lax.stop_gradient(halvings.padded(lower, 2)))[:size, :size]
 
 
 def inverse_in_kernel(lower: jax.Array, operand_dtype) -> jax.Array:
