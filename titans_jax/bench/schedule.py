@@ -60,7 +60,7 @@ class ScheduleBenchOptions:
     chunk_sizes: tuple[int, ...] = ()
     """Only cases with these chunk sizes; empty takes all."""
     preset: str = "titans"
-    """A preset of a deep memory, with its own gates."""
+    """A preset of a deep memory, with its own retention gates and scalar step sizes."""
     output: str = "runs/bench_schedule"
     """Folder for schedule.csv and schedule.png."""
 
