@@ -1,4 +1,4 @@
-"""Causal depthwise convolution with an explicit history."""
+"""Causal depthwise convolution with an explicit history, and what a memory's inputs have behind it."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,10 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax.config import ModelConfig
+from titans_jax.layers import fused_convolution
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, param_dtype
+from titans_jax.layers.norms import l2_normalize
 from titans_jax.sharding import logical
 
 
@@ -41,14 +43,45 @@ class CausalConvolution(nnx.Module):
                 past = jnp.where((documents.positions >= lag)[..., None], past, 0)
             y = y + kernel[lag] * past
         if documents is not None:
-            y = y + self._initial_history(documents.positions, initial_tail, kernel)
+            at_first = jax.nn.one_hot(documents.positions, self.size - 1, dtype=self.dtype)
+            y = y + at_first @ self._history(initial_tail)
         return y, rows[:, time:]
 
-    def _initial_history(self, positions: jax.Array, initial_tail: jax.Array, kernel: jax.Array) -> jax.Array:
-        """What the initial tail adds to a document's first conv_size - 1 tokens, as one product with a small table."""
-        history = self.size - 1
+    def features(
+        self,
+        x: jax.Array,
+        tail: jax.Array,
+        documents: Documents | None = None,
+        initial_tail: jax.Array | None = None,
+        *,
+        activation: bool,
+        unit_norm: int | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolve x, apply SiLU if `activation`, and bring parts of `unit_norm` channels to unit norm; else as a call.
+
+        On TPUs this is one kernel where the shapes allow (`fused_convolution`), which computes in float32.
+        """
+        batch, time, channels = x.shape
+        if fused_convolution.runs(time, channels, self.size, unit_norm):
+            if documents is None:
+                positions = jnp.full((batch, time), self.size, jnp.int32)  # all history is in the tail
+                history = jnp.zeros_like(tail[0])
+            else:
+                positions, history = documents.positions, self._history(initial_tail)
+            options = fused_convolution.Features(activation, unit_norm)
+            y = fused_convolution.features(options, x, tail, positions, self.kernel[...], history)
+            return y, x[:, time - tail.shape[1] :]
+        y, tail = self(x, tail, documents, initial_tail)
+        y = jax.nn.silu(y) if activation else y
+        if unit_norm is not None:
+            y = l2_normalize(y.reshape(batch, time, -1, unit_norm)).reshape(y.shape)
+        return y, tail
+
+    def _history(self, initial_tail: jax.Array) -> jax.Array:
+        """What the initial tail adds to a document's first conv_size - 1 tokens, [conv_size - 1, channels]."""
+        kernel, history = self.kernel[...].astype(self.dtype), self.size - 1
         padded = jnp.pad(initial_tail, ((0, history), (0, 0)))
         table = jnp.zeros_like(initial_tail)
         for lag in range(1, self.size):
-            table = table + kernel[lag, 0] * padded[history - lag : 2 * history - lag]
-        return jax.nn.one_hot(positions, history, dtype=self.dtype) @ table
+            table = table + kernel[lag : lag + 1] * padded[history - lag : 2 * history - lag]
+        return table

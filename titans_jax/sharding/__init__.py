@@ -94,6 +94,12 @@ def logical(init: Callable, *axes: str | None) -> Callable:
     return init if jax.sharding.get_abstract_mesh().empty else nnx.with_partitioning(init, axes)
 
 
+def batch_axes(rows: int) -> tuple[str, ...] | None:
+    """Mesh axes over which so many rows are spread, None where they do not divide."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return BATCH if rows % math.prod(shape[axis] for axis in BATCH) == 0 else None
+
+
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     """`x` held to these mesh axes, one entry per dimension."""
     if jax.sharding.get_abstract_mesh().empty:
