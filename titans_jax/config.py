@@ -106,9 +106,9 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of activations and matmul operands. Parameters and memory state are float32 (float64 when this is)."""
     remat: Literal["none", "full", "dots", "names", "offload"] = "full"
-    """What the backward pass recomputes per block: nothing, everything, everything but matmul outputs, or (`names`)
-    everything but the queries, keys, values and outputs of attention and memory; `offload` puts those into the host's
-    memory."""
+    """What the backward pass recomputes per block: nothing, everything but what a memory reads, everything but matmul
+    outputs, or (`names`) everything but the queries, keys, values and outputs of attention and memory; `offload` puts
+    those into the host's memory."""
     document_slack: int = 0
     """Extra slots a packed row may use to align documents to the memory's chunks; 0 when the data is aligned."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)

@@ -147,8 +147,45 @@ def test_rows_and_heads():
     check(titans(3), ROWS_AND_HEADS, time=2 * CHUNK + 3)
 
 
-def test_bfloat16_operands():
+@pytest.mark.parametrize("state_tokens", [CHUNK, 64], ids=["a state a chunk", "one for all chunks"])
+def test_bfloat16_operands(state_tokens, monkeypatch):
+    """A state for one chunk only is stored in bfloat16, which its products read it in."""
+    monkeypatch.setattr(kernel, "STATE_TOKENS", state_tokens)
     check(titans(), HEADS, BFLOAT16, BFLOAT16_GATES, head_dim=64, dtype=jnp.bfloat16)
+
+
+def test_states_made_again_for_the_gradient():
+    """Of a row with documents and padding, whose last chunk stays open: gradients are those of stored states."""
+    rule, time = titans(), 3 * CHUNK
+    params, inputs = draw(rule, time=time)
+    resets, mask = (np.arange(time) == CHUNK), np.arange(time) < time - 3
+
+    def loss(params, inputs, again):
+        gates = memory.Gates(inputs["log_retention"], inputs["log_momentum"], inputs["step_size"], mask)
+        tokens = [inputs[name] for name in ("queries", "keys", "values")]
+        state = memory.init_state(rule, params)
+        return probed(
+            memory.memorize(rule, params, state, *tokens, gates, "fused", resets=resets, rematerialised=again)
+        )
+
+    programs = [jax.jit(jax.grad(functools.partial(loss, again=again), (0, 1))) for again in (True, False)]
+    text = str(programs[0].trace(params, inputs).jaxpr)
+    assert "memorize_states" in text and "memorize_states" not in str(programs[1].trace(params, inputs).jaxpr)
+    assert_equal(*(program(params, inputs) for program in programs), 1e-6)
+
+
+@pytest.mark.parametrize("form", ["fused", "chunked"])
+def test_a_state_without_its_anchor(form):
+    """All else is as with it, the kernel's shorter way of a chunk that stays open included."""
+    rule = titans()
+    params, inputs = draw(rule, time=CHUNK + 3)
+    gates = memory.Gates(inputs["log_retention"], inputs["log_momentum"], inputs["step_size"])
+    tokens = [inputs[name] for name in ("queries", "keys", "values")]
+    run = functools.partial(memory.memorize, rule, params, memory.init_state(rule, params), *tokens, gates, form)
+    (reads, state), (same, closed) = run(), run(return_anchor=False)
+    assert closed.anchor is None
+    np.testing.assert_array_equal(reads, same)
+    assert_equal(closed, dataclasses.replace(state, anchor=None))
 
 
 def plain(rule, tokens=1):

@@ -10,7 +10,6 @@ Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,8 +25,8 @@ from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.layers.memory_gates import GATES, MemoryGates
-from titans_jax.layers.norms import RMSNorm, l2_normalize
-from titans_jax.sharding import BATCH, HEADS, constrain, logical
+from titans_jax.layers.norms import RMSNorm
+from titans_jax.sharding import BATCH, HEADS, batch_axes, constrain, logical
 
 
 class MemoryLayerState(NamedTuple):
@@ -53,10 +52,11 @@ class MemoryInput(nnx.Module):
     def __call__(self, x, tail, documents: Documents | None = None, initial_tail=None) -> tuple[jax.Array, jax.Array]:
         """Also returns the convolution's next tail; see `CausalConvolution`."""
         x = constrain(self.projection(x), BATCH, None, "tensor")
-        x, tail = self.convolution(x, tail, documents, initial_tail)
-        x = jax.nn.silu(x) if self.activation else x
-        x = x.reshape(*x.shape[:-1], *self.heads)
-        return checkpoint_name(l2_normalize(x) if self.unit_norm else x, "features"), tail
+        unit_norm = self.heads[-1] if self.unit_norm else None
+        x, tail = self.convolution.features(
+            x, tail, documents, initial_tail, activation=self.activation, unit_norm=unit_norm
+        )
+        return checkpoint_name(x.reshape(*x.shape[:-1], *self.heads), "features"), tail
 
 
 class NeuralMemory(nnx.Module):
@@ -67,6 +67,7 @@ class NeuralMemory(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.rule, self.form = memory_rule(config.memory), config.memory.form
+        self.rematerialised = config.remat != "none"
         self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
         width = config.num_heads * config.head_dim
         self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
@@ -109,7 +110,8 @@ class NeuralMemory(nnx.Module):
           persistent: [n, dim], read before the first token of a sequence and of every document.
 
         Returns:
-          y [b, t, dim], the state after x, and a report (see `memorize`).
+          y [b, t, dim], the state after x, and a report (see `memorize`). After documents the state is to look at, not
+          to read on from.
         """
         start = None
         if state is None or documents is not None:
@@ -164,7 +166,7 @@ class NeuralMemory(nnx.Module):
         """Reads [b, t, h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output projection."""
         # Held flat, or a TPU would take squares as the kernel has them, whose narrow heads fill no register.
         flat = jax.lax.optimization_barrier(reads.astype(self.dtype).reshape(*reads.shape[:-2], -1))
-        reads = checkpoint_name(flat, "reads").reshape(reads.shape)
+        reads = checkpoint_name(flat, "memory_reads").reshape(reads.shape)
         y = self.norm(reads).reshape(flat.shape)
         return self.output_projection(y * jax.nn.silu(self.output_gate(x)))
 
@@ -220,6 +222,8 @@ class NeuralMemory(nnx.Module):
                 resets=resets,
                 initial_state=None if start is None else _replace(start, position=0),
                 return_surprise=True,
+                return_anchor=resets is None,
+                rematerialised=self.rematerialised,
             )
             return reads, _replace(state, position=None), surprise
 
@@ -248,8 +252,7 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return rows
-    ways = math.prod(mesh.shape[axis] for axis in BATCH)
-    across = BATCH if batch % ways == 0 else None  # the persistent tokens are one row, read by all
+    across = batch_axes(batch)  # None for the persistent tokens: one row, read by all
     by_head, by_token = PartitionSpec(across, HEADS), PartitionSpec(across, None, HEADS)
     gates = dataclasses.replace(
         jax.tree.map(lambda _: by_token, gates), mask=gates.mask if gates.mask is None else PartitionSpec(across)

@@ -13,6 +13,7 @@ theta of Titans. `chunk_size` is part of the model; how many tokens a form proce
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -116,6 +117,8 @@ def memorize(
     resets: jax.Array | None = None,
     initial_state: MemoryState | None = None,
     return_surprise: bool = False,
+    return_anchor: bool = True,
+    rematerialised: bool = False,
 ):
     """Write every token and read after each write: (reads [time, head_dim], state), and `Surprise` on request.
 
@@ -127,7 +130,9 @@ def memorize(
     resets: [time] bool, True at a document's first token, before which the state becomes `initial_state` (default:
     `init_state(rule, params)`) and a chunk begins. In the associative and chunked forms a reset must fall on a chunk
     border, and padding (`gates.mask`) may only be followed by a reset: otherwise all reads are NaN, never silently
-    wrong.
+    wrong. return_anchor: False where the state will not be read on inside a chunk: its anchor is None, which a kernel
+    need not follow. rematerialised: True where a model repeats all but the reads for its gradient: a kernel's states
+    between chunks are then made again too, not stored.
 
     Raises ValueError, naming the argument, for an unknown form or shapes that do not fit.
     """
@@ -147,8 +152,9 @@ def memorize(
     form = choose_form(form, rule, gates)
     run = FORMS[form]
     if form == "fused":  # of a kernel, nothing is dropped because nobody asks for it
-        run = functools.partial(run, watch=return_surprise)
+        run = functools.partial(run, watch=return_surprise, follow=return_anchor, again=rematerialised)
     reads, state, surprise = run(rule, params, start, queries, keys, values, gates, resets, initial)
+    state = state if return_anchor else dataclasses.replace(state, anchor=None)
     if steps > 1:
         reads = reads[steps - 1 :: steps]
         surprise = jax.tree.map(lambda x: jnp.sum(x.reshape(time, steps), axis=1), surprise)

@@ -5,6 +5,7 @@ This is one head, and what makes one kernel of all heads of all sequences; the k
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -27,7 +28,9 @@ def runs(rule: MemoryRule, gates: Gates) -> bool:
     return by_chunk or linear_fused.runs(rule, gates)
 
 
-def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
+def memorize(
+    rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch, follow, again
+):
     """One head; `jax.vmap` over it makes one kernel for all heads of all sequences."""
     if not runs(rule, gates):
         raise ValueError(
@@ -41,9 +44,13 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         tokens, pack, block = linear_fused.tokens(rule), linear_fused.pack, linear_fused.run_block
     layout = lay_out(size, tokens, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
-    rows, opens = pack(rule, layout), layout.last is not None and size > 1
     if layout.valid is not None:  # padding or a reset that broke the grid's rules: NaN, never silently wrong
-        rows = jnp.where(layout.valid, rows, jnp.nan)
+        log_retention = jnp.where(layout.valid, gates.log_retention, jnp.nan)
+        layout = dataclasses.replace(
+            layout, inputs=(queries, keys, values, dataclasses.replace(gates, log_retention=log_retention), resets)
+        )
+    opens = follow and layout.last is not None and size > 1
+    rows = pack(rule, layout, opens)
     by_channel = {name: getattr(gates, name) for name in kernel.CHANNELS}
     for name in ("log_key_retention", "log_value_retention"):
         if by_channel[name] is not None:
@@ -57,7 +64,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         None if between_chunks else fill(state.anchor),
         None if resets is None else fill((initial.weights, initial.momentum)),
     )
-    found = over_heads(block, rule, watch, opens)(chunks, heads)
+    found = over_heads(block, rule, watch, opens, again)(chunks, heads)
     surprise = None
     if watch:
         loss, norm = (layout.unplace(jax.lax.stop_gradient(found.surprise[..., i])) for i in range(2))
@@ -72,11 +79,12 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     return layout.unplace(found.reads), after, surprise
 
 
-def pack_chunks(rule: MemoryRule, layout: Grid) -> jax.Array:
-    """`kernel.pack` of a layout in chunks, with flags of a document's first chunks and of the one that stays open."""
+def pack_chunks(rule: MemoryRule, layout: Grid, opens: bool) -> jax.Array:
+    """`kernel.pack` of a layout in chunks, with flags of a document's first chunks and, if `opens`, of the one that
+    stays open."""
     *_, gates, resets = layout.inputs
     flags = [] if resets is None else [resets[:, 0]]
-    if layout.last is not None and rule.chunk_size > 1:
+    if opens:
         flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // rule.chunk_size)
     return kernel.pack(gates, flags)
 
@@ -85,10 +93,12 @@ def pack_chunks(rule: MemoryRule, layout: Grid) -> jax.Array:
 
 
 @functools.cache
-def over_heads(block, rule: MemoryRule, watch: bool, opens: bool):
-    """(chunks, heads) -> Results, differentiable; surprise is None unless `watch`, opened unless `opens`."""
+def over_heads(block, rule: MemoryRule, watch: bool, opens: bool, again: bool):
+    """(chunks, heads) -> Results, differentiable; surprise is None unless `watch`, opened unless `opens`. again: states
+    between chunks are made again for the gradient, not stored."""
     forward = vmapped(functools.partial(kernel.run_forward, block, rule, watch, opens, False))
     forward_for_gradient = vmapped(functools.partial(kernel.run_forward, block, rule, watch, opens, True))
+    states_again = vmapped(functools.partial(kernel.run_states, block, rule, opens))
     backward = vmapped(functools.partial(kernel.run_backward, block, rule))
 
     @jax.custom_vjp
@@ -96,11 +106,13 @@ def over_heads(block, rule: MemoryRule, watch: bool, opens: bool):
         return forward(chunks, heads)[0]
 
     def run_and_keep(chunks, heads):
-        results, states = forward_for_gradient(chunks, heads)
+        results, states = (run(chunks, heads), None) if again else forward_for_gradient(chunks, heads)
         return results, (chunks, heads, states)
 
     def gradient(residuals, cotangents):
-        return backward(*residuals, cotangents._replace(surprise=None))
+        chunks, heads, states = residuals
+        states = states_again(chunks, heads) if again else states
+        return backward(chunks, heads, states, cotangents._replace(surprise=None))
 
     run.defvjp(run_and_keep, gradient)
     return run

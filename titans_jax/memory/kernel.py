@@ -3,7 +3,8 @@
 They run `chunked.memorize_chunk` itself, so whatever memory, bias and retention it traces is here too, and the backward
 kernel is `jax.vjp` of the same function, chunks taken from the last to the first, the coefficients of the gates
 included. The grid is (groups of heads, groups of chunks); of every group of chunks the forward kernel keeps the start
-state, from which the backward kernel runs it once more.
+state, from which the backward kernel runs it once more. Where nothing shall be kept between the two, a third kernel
+makes the states again, which takes no reads.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ FORWARD_TOKENS, BACKWARD_TOKENS = 2048, 1024
 others' time; the backward kernel has more to keep."""
 MOST_HEADS = 32
 """Heads, at most: more are no faster and take minutes to compile."""
-STATE_TOKENS, MOST_CHUNKS = 256, 8
-"""Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more."""
+STATE_TOKENS, MOST_CHUNKS = 64, 8
+"""Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more but for
+the last: storing runs beside a kernel's work, repeating does not."""
 
 
 class Values(NamedTuple):
@@ -96,15 +98,12 @@ class Results(NamedTuple):
 # The chunk function
 
 
-def run_chunks(
-    block, rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks, is_first
-):
+def run_chunks(run, slow, state, anchor, initial, chunk: Chunks, is_first):
     """A block function, such as `run_chunk`, of several heads at once; the anchor of the sequence's first chunk may be
     another than its start."""
     if anchor is not None:
         anchor = jax.tree.map(lambda a, w: jnp.where(is_first, a, w), anchor, state[0])
-    one = functools.partial(block, rule, watch, opens)
-    return jax.vmap(one)(slow, state, anchor, initial, chunk)
+    return jax.vmap(run)(slow, state, anchor, initial, chunk)
 
 
 def run_chunk(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, chunk: Chunks):
@@ -158,15 +157,41 @@ def run_forward(
     """
     steps = steps_of(rule, chunks, heads.start[0], together, FORWARD_TOKENS, FORWARD_VALUES)
     n, count, size, head_dim = chunks.queries.shape
-    start, dtype = heads.start, jax.tree.leaves(heads.start)[0].dtype
-    end = like(start)
+    end, dtype = like(heads.start), jax.tree.leaves(heads.start)[0].dtype
     results = Results(
         Beside(jax.ShapeDtypeStruct((steps.rows, count, size, together * head_dim), chunks.queries.dtype), head_dim),
         jax.ShapeDtypeStruct((n, count, size, 2), dtype) if watch else None,
         end,
         end[0] if opens else None,
     )
-    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, steps.groups, *x.shape[1:]), dtype), start) if keep else ()
+    states = states_of(rule, steps, chunks, heads) if keep else ()
+    run = functools.partial(block, rule, watch, opens)
+    results, states = go_forward(run, "memorize", steps, beside(chunks, together), heads, results, states)
+    return results._replace(reads=results.reads.astype(dtype).apart()), states
+
+
+def run_states(block, rule: MemoryRule, opens: bool, together: int, chunks: Chunks, heads: Heads) -> tuple:
+    """`run_forward`'s states, and nothing read."""
+    steps = steps_of(rule, chunks, heads.start[0], together, FORWARD_TOKENS, FORWARD_VALUES)
+    states = states_of(rule, steps, chunks, heads)
+    run = functools.partial(block, rule, False, opens)
+    return go_forward(run, "memorize_states", steps, beside(chunks, together), heads, (), states)[1]
+
+
+def states_of(rule: MemoryRule, steps: Steps, chunks: Chunks, heads: Heads):
+    """Shapes of the states before every group of chunks."""
+    # A chunk's products take its start state in the operands' dtype anyway; what is run on from there would not.
+    narrow = rule.retention.linear and steps.chunks == 1
+
+    def shape(x):
+        dtype = chunks.keys.dtype if narrow else x.dtype
+        return jax.ShapeDtypeStruct((x.shape[0], steps.groups, *x.shape[1:]), dtype)
+
+    return jax.tree.map(shape, heads.start)
+
+
+def go_forward(run, name: str, steps: Steps, chunks: Chunks, heads: Heads, results, states):
+    """The forward kernel, for results, states or both, () for what is not asked for."""
 
     def kernel(chunks, heads, results, states, carried):
         group = pl.program_id(1)
@@ -174,30 +199,31 @@ def run_forward(
         @pl.when(group == 0)
         def _():
             copy(heads.start, carried)
-            clear(results.opened)
+            if results:
+                clear(results.opened)
 
-        if keep:
+        if states:
             write(states, read(carried), 0)
         slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
 
         def one(j):
-            chunk = read(chunks, j)
             state, opened, reads, surprise = run_chunks(
-                block, rule, watch, opens, slow, read(carried), anchor, initial, chunk, first(group, j)
+                run, slow, read(carried), anchor, initial, read(chunks, j), first(group, j)
             )
-            write((results.reads, results.surprise), (reads, surprise), j)
-            write(results.opened, jax.tree.map(jnp.add, read(results.opened), opened))
             write(carried, state)
+            if results:
+                write((results.reads, results.surprise), (reads, surprise), j)
+                write(results.opened, jax.tree.map(jnp.add, read(results.opened), opened))
 
         repeat(steps.chunks, one)
 
-        @pl.when(group == steps.groups - 1)
-        def _():
-            copy(carried, results.end)
+        if results:
 
-    inputs = (beside(chunks, together), heads)
-    results, states = call(kernel, "memorize", steps, inputs, (results, states), [start], backwards=False)
-    return results._replace(reads=results.reads.astype(dtype).apart()), states
+            @pl.when(group == steps.groups - 1)
+            def _():
+                copy(carried, results.end)
+
+    return call(kernel, name, steps, (chunks, heads), (results, states), [like(heads.start)], backwards=False)
 
 
 def run_backward(
@@ -220,7 +246,8 @@ def run_backward(
         slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
 
         def one(j, slow, state, initial, anchor, chunk):
-            return run_chunks(block, rule, False, opens, slow, state, anchor, initial, chunk, first(group, j))[:3]
+            run = functools.partial(block, rule, False, opens)
+            return run_chunks(run, slow, state, anchor, initial, chunk, first(group, j))[:3]
 
         def again(j):
             state, *_ = one(j, slow, read(starts, j), initial, anchor, read(chunks, j))

@@ -29,12 +29,13 @@ def tokens(rule: MemoryRule) -> int:
     return max(rule.chunk_size, linear_block.TOKENS_PER_BLOCK)
 
 
-def pack(rule: MemoryRule, layout: Grid) -> jax.Array:
-    """`kernel.pack` of a layout in blocks, with documents' starts and the token that opens the last chunk."""
+def pack(rule: MemoryRule, layout: Grid, opens: bool) -> jax.Array:
+    """`kernel.pack` of a layout in blocks, with documents' starts and, if `opens`, the token that opens the last
+    chunk."""
     *_, gates, resets = layout.inputs
     blocks, size = gates.step_size.shape[:2]
     others = [] if resets is None else [jnp.repeat(resets[:, :: rule.chunk_size], rule.chunk_size, axis=1)]
-    if layout.last is not None and rule.chunk_size > 1:
+    if opens:
         slots = jnp.arange(blocks * size, dtype=jnp.int32).reshape(blocks, size)
         others.append(slots == layout.last // rule.chunk_size * rule.chunk_size)
     return kernel.pack(gates, others, resets)

@@ -42,11 +42,13 @@ BLOCKS: dict[str, type[nnx.Module]] = {
     block(x, state=None, documents=None) -> x, state, report         x [batch, time, dim]; report {} without memory
 """
 
-NAMES = ("features", "reads")
+READS = "memory_reads"
+"""What a memory layer names its reads, which cost more to repeat than anything of their size."""
+NAMES = ("features", "reads", READS)
 """Activations that layers name: queries, keys and values of attention and memory, and what these return."""
 
 REMAT_POLICIES = {
-    "full": jax.checkpoint_policies.nothing_saveable,
+    "full": jax.checkpoint_policies.save_only_these_names(READS),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "names": jax.checkpoint_policies.save_only_these_names(*NAMES),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
