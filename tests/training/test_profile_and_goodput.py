@@ -3,6 +3,8 @@
 import dataclasses
 import io
 import json
+import logging
+import re
 import time
 from types import SimpleNamespace
 
@@ -79,6 +81,19 @@ def test_memory_at_the_start_is_told_where_it_is_known(tmp_path, monkeypatch):
     console = Console(file=io.StringIO(), width=200)
     train(tiny_config(sample_tokens=0), tmp_path / "run", console)
     assert "memory of a device before the first step: 1.50 of 16.00 GB in use" in console.file.getvalue()
+
+
+def test_what_a_step_takes_is_told_and_compiled_once(tmp_path, caplog):
+    console = Console(file=io.StringIO(), width=200)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        train(tiny_config(sample_tokens=0), tmp_path / "run", console)
+    compiled = [m for m in caplog.messages if "Finished XLA compilation of jit(_train_step)" in m]
+    assert len(compiled) == 1
+    said = re.search(
+        r"a step takes ([\d.]+) GB of a device: ([\d.]+) of parameters.*, ([\d.]+) of", console.file.getvalue()
+    )
+    whole, held, beside = map(float, said.groups())
+    assert whole == pytest.approx(held + beside, abs=0.011) and whole > 0
 
 
 def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):

@@ -124,9 +124,11 @@ class Trainer:
             self._introduce()
             if self.step and self._due(training.evaluate_every) and not self._evaluated():
                 self._evaluate()  # the run was stopped while it evaluated this step
-            stopping = self._stopping()
+            start, stopping = self.step, self._stopping()
             while self.step < training.steps and not stopping:
                 batch = self._to_devices(next(self.batches))
+                if self.step == start:
+                    self._say_memory(batch)
                 with self.profile.step(self.step + 1, self.state):
                     self.state, metrics = self.train_step(self.state, batch)
                 self.step += 1
@@ -239,6 +241,16 @@ class Trainer:
         self.report.say(f"training text: {self.batches.statistics}")
         if self.step:
             self.report.say(f"going on from the checkpoint of step {self.step}")
+
+    def _say_memory(self, batch: Batch) -> None:
+        """What the compiled step takes of a device; the step itself finds the program that is compiled here."""
+        memory = self.train_step.lower(self.state, batch).compile().memory_analysis()
+        held, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
+        beside = memory.temp_size_in_bytes + new
+        self.report.say(
+            f"a step takes {(held + beside) / 1e9:.2f} GB of a device: {held / 1e9:.2f} of parameters, optimizer state "
+            f"and batch, {beside / 1e9:.2f} of activations, gradients and other temporaries"
+        )
 
     def _to_devices(self, batch: Batch) -> Batch:
         if self.mesh is None:
