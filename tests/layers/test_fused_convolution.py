@@ -132,7 +132,15 @@ def test_four_devices_equal_one():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("topology, head_dim, dtype", [("v5e:1x1", 64, "bfloat16"), ("v5p:2x2x1", 48, "float32")])
+@pytest.mark.parametrize(
+    "topology, head_dim, dtype",
+    [
+        ("v5e:1x1", 64, "bfloat16"),
+        ("v5p:2x2x1", 48, "float32"),
+        ("v6e:1x1", 256, "bfloat16"),
+        ("tpu7x:2x2x1", 128, "bfloat16"),
+    ],
+)
 def test_compiles_for_a_tpu_that_is_not_here(topology, head_dim, dtype):
     pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed")
     from titans_jax.tpu.hlo import Program
