@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 from jax.sharding import PartitionSpec
 
 from titans_jax.layers.blocked import KeyValues
-from titans_jax.memory.platform import LANES
+from titans_jax.memory.platform import KERNELS, LANES
 from titans_jax.sharding import BATCH, HEADS
 
 NOWHERE = -1
@@ -173,6 +173,7 @@ def _kernel(
         head_shards=1,
         q_seq_shards=1,
         save_residuals=save_residuals,
+        residual_checkpoint_name=KERNELS,
         interpret=interpret,
     )
 

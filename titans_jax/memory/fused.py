@@ -10,10 +10,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.memory import channels, engine, kernel, linear_fused
 from titans_jax.memory.grid import Grid, final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
+from titans_jax.memory.platform import KERNELS
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
@@ -96,7 +98,7 @@ def over_heads(block, rule: MemoryRule, watch: bool, opens: bool):
         return forward(chunks, heads)[0]
 
     def run_and_keep(chunks, heads):
-        results, states = forward_for_gradient(chunks, heads)
+        results, states = checkpoint_name(forward_for_gradient(chunks, heads), KERNELS)
         return results, (chunks, heads, states)
 
     def gradient(residuals, cotangents):

@@ -34,6 +34,7 @@ from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.memory.platform import KERNELS
 from titans_jax.sharding import BATCH, constrain
 
 
@@ -125,6 +126,9 @@ class MAC(nnx.Module):
             memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, state.prefix, mask=mask)
             return memory, (y, reads, weights, context, report)
 
+        @functools.partial(
+            jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(KERNELS)
+        )
         def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]):
             memory, (y, reads, _, _, report) = one_segment(memory, inputs)
             return memory, (y, reads, report)
