@@ -14,6 +14,8 @@ whole sequence (one stream of x for h, one of y for the write). Attention is ful
 the rotary position of token j, counted from the segment's start.
 
 Only what needs the memory runs segment by segment: what x alone decides comes before, and the merge after, in one go.
+A gradient would stack all that a segment computes on its way; with remat `full` the backward pass repeats the segment,
+but for its kernels.
 """
 
 import dataclasses
@@ -39,7 +41,10 @@ from titans_jax.sharding import BATCH, constrain
 
 
 class Rows(NamedTuple):
-    """What x alone decides, all [b, t, heads, head_dim]: queries of memory and of attention, keys and values of x."""
+    """What x alone decides: queries of memory and of attention, keys and values of x.
+
+    All [b, t, heads head_dim]: a scan's inputs and outputs lie in memory as they are, and narrow heads fill no tile.
+    """
 
     recall: jax.Array
     queries: jax.Array
@@ -68,7 +73,7 @@ class MAC(nnx.Module):
     """x += mac(norm(x)); x += feed_forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.segment = config.segment
+        self.segment, self.remat = config.segment, config.remat == "full"
         self.persistent = PersistentTokens(config, rngs=rngs)
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, None, rngs=rngs)
@@ -92,7 +97,7 @@ class MAC(nnx.Module):
                 lambda: self._segments(normed, state),
                 lambda: self._token_by_token(normed, state),
             )
-        x = x + self.merge(y, self.memory.output(y, reads))
+        x = x + self.merge(y, self.memory.output(y, self._by_head(reads)))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
@@ -126,12 +131,13 @@ class MAC(nnx.Module):
             memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, state.prefix, mask=mask)
             return memory, (y, reads, weights, context, report)
 
-        @functools.partial(
-            jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(KERNELS)
-        )
         def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]):
             memory, (y, reads, _, _, report) = one_segment(memory, inputs)
             return memory, (y, reads, report)
+
+        if self.remat:
+            policy = jax.checkpoint_policies.save_only_these_names(KERNELS)
+            scanned = jax.checkpoint(scanned, prevent_cse=False, policy=policy)
 
         whole, rest = divmod(time, self.segment)
         border = whole * self.segment
@@ -190,7 +196,8 @@ class MAC(nnx.Module):
     ) -> tuple[Rows, jax.Array]:
         """What x [b, t, dim] at `positions` [t] of its segment decides alone, and the next convolution tail."""
         recall, tail = self.memory.query(x, tail, documents, initial_tail)
-        return Rows(recall, self.attention.queries(x, positions), self.attention.key_values(x, positions)), tail
+        rows = Rows(recall, self.attention.queries(x, positions), self.attention.key_values(x, positions))
+        return jax.tree.map(_flat, rows), tail
 
     def _attend_and_write(
         self,
@@ -215,7 +222,8 @@ class MAC(nnx.Module):
         Returns:
           the memory after y; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
         """
-        batch, time, *_ = rows.recall.shape
+        batch, time, _ = rows.recall.shape
+        rows = jax.tree.map(self._by_head, rows)
         positions = index + np.arange(time, dtype=np.int32)
         h = self.recall_norm(self.memory.retrieve(weights, rows.recall)).astype(self.attention.dtype)
         h = constrain(h.reshape(batch, time, -1), BATCH, None, None)
@@ -234,7 +242,16 @@ class MAC(nnx.Module):
         written = dataclasses.replace(memory.memory, position=index * rule.algorithm.steps % rule.chunk_size)
         reads, memory, report = self.memory.memorize(y, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
-        return memory, (y, reads, context, report)
+        return memory, (y, _flat(reads), context, report)
+
+    def _by_head(self, rows: jax.Array) -> jax.Array:
+        """`_flat` undone."""
+        return rows.reshape(*rows.shape[:2], self.attention.num_heads, self.attention.head_dim)
+
+
+def _flat(rows: jax.Array) -> jax.Array:
+    """[b, t, heads, head_dim] -> [b, t, heads head_dim]."""
+    return rows.reshape(*rows.shape[:2], -1)
 
 
 def _cut(segments: int, segment: int, rows: jax.Array) -> jax.Array:
