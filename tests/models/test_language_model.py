@@ -105,7 +105,7 @@ def test_bfloat16_computes_and_keeps_parameters_and_state_wide():
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(jnp.float32)}
     state = small.init_state(model, 2)
     assert state[0].memory.memory.weights[0].dtype == jnp.float32
-    assert state[0].context.keys.dtype == jnp.bfloat16
+    assert state[0].context[0].keys.dtype == jnp.bfloat16
 
 
 def test_start_values():

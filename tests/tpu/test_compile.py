@@ -76,6 +76,17 @@ def test_no_collective_runs_per_chunk(lmm):
         assert longer.kernels.cycles[kernel] > 1.9 * cycles
 
 
+def test_a_segment_of_mac_runs_its_kernels_at_most_twice_forward():
+    """Remat full repeats a layer; of a segment, which is repeated in that, what its kernels leave is kept."""
+    once, again = (
+        compile_step(with_model(LMM, pattern=("mac",), segment=128, remat=remat), find_topology("v5e:2x2"))
+        for remat in ("none", "full")
+    )
+    assert again.kernels.calls == again.kernels.scheduled and "layers/blocked" not in again.cycles
+    for kernel in ("memorize", "splash_mha_fwd_residuals"):
+        assert 1 < again.kernels.cycles[kernel] / once.kernels.cycles[kernel] < 2.5  # the schedules differ a little
+
+
 def test_only_gradients_cross_slices():
     report = compile_step(with_rows(TRANSFORMER, 8), find_topology("v6e:2x2", slices=2))
     assert report.mesh == {"slice": 2, "data": 1, "fsdp": 4, "tensor": 1}

@@ -1,6 +1,6 @@
 """Multi-head causal attention: full or in a sliding window, with a prefix every token sees.
 
-`causal_attention` is attention over a sequence, `Attention` the layer with its cache.
+`causal_attention` is attention over a sequence, `masked_attention` under a mask, `Attention` the layer with its cache.
 Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
 """
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -48,6 +49,19 @@ def causal_attention(
     if target_platform() == "tpu":  # imported here: an experimental part of jax, which may move
         from titans_jax.layers.splash import splash_attention as form
     return form(queries, past, prefix, window, history_seen=history_seen, documents=documents)
+
+
+def masked_attention(queries: jax.Array, past: KeyValues, visible: np.ndarray | jax.Array) -> jax.Array:
+    """Each query [b, t, h, d] sees the rows of past [b, s, h, d] that `visible`, bool [t, s], shows it: [b, t, h, d].
+
+    On TPU the splash kernel if `visible` is numpy's, known while the program is traced; elsewhere plain JAX.
+    """
+    if target_platform() == "tpu" and isinstance(visible, np.ndarray):
+        from titans_jax.layers.splash import splash_masked_attention
+
+        return splash_masked_attention(queries, past, visible)
+    prefix = KeyValues(*(rows[0, :0] for rows in past))
+    return attend(queries, past, prefix, jnp.asarray(visible)[None])
 
 
 class Attention(nnx.Module):

@@ -11,10 +11,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.memory import channels, engine, kernel, linear_fused
 from titans_jax.memory.grid import Grid, final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
+from titans_jax.memory.platform import KERNELS
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
@@ -106,7 +108,8 @@ def over_heads(block, rule: MemoryRule, watch: bool, opens: bool, again: bool):
         return forward(chunks, heads)[0]
 
     def run_and_keep(chunks, heads):
-        results, states = (run(chunks, heads), None) if again else forward_for_gradient(chunks, heads)
+        found = (run(chunks, heads), None) if again else forward_for_gradient(chunks, heads)
+        results, states = checkpoint_name(found, KERNELS)
         return results, (chunks, heads, states)
 
     def gradient(residuals, cotangents):

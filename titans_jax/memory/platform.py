@@ -7,6 +7,9 @@ import jax
 SUBLANES, LANES = 8, 128
 """Rows and columns of a TPU's register, and of a tile of its memory: smaller arrays take a whole one."""
 
+KERNELS = "kernels"
+"""Name of what kernels leave for their gradients, for policies of rematerialisation."""
+
 
 def target_platform() -> str:
     """What the program that is being traced will run on, "cpu", "gpu" or "tpu": the mesh's devices if one is set (they

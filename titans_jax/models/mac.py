@@ -14,6 +14,8 @@ whole sequence (one stream of x for h, one of y for the write). Attention is ful
 the rotary position of token j, counted from the segment's start.
 
 Only what needs the memory runs segment by segment: what x alone decides comes before, and the merge after, in one go.
+A gradient would stack all that a segment computes on its way; with remat `full` the backward pass repeats the segment,
+but for its kernels.
 """
 
 import dataclasses
@@ -22,22 +24,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention import Attention
-from titans_jax.layers.blocked import KeyValues, attend
+from titans_jax.layers.attention import Attention, masked_attention
+from titans_jax.layers.blocked import KeyValues
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.memory.platform import KERNELS
 from titans_jax.sharding import BATCH, constrain
 
 
 class Rows(NamedTuple):
-    """What x alone decides, all [b, t, heads, head_dim]: queries of memory and of attention, keys and values of x."""
+    """What x alone decides: queries of memory and of attention, keys and values of x.
+
+    All [b, t, heads head_dim]: a scan's inputs and outputs lie in memory as they are, and narrow heads fill no tile.
+    """
 
     recall: jax.Array
     queries: jax.Array
@@ -49,14 +56,15 @@ class MACState(NamedTuple):
 
     memory: what y is written to, its position left None: the index in the segment gives it.
     tail: the convolution tail of x for h. weights: the memory's weights [b, h, ...] at the open segment's start.
-    context: keys and values of h and x in the open segment, [b, 2, segment, heads, head_dim]; prefix: those of P.
+    context: keys and values of h and of x in the open segment, [b, segment, heads, head_dim].
+    prefix: those of P [b, n, heads, head_dim], a copy a row: gradients of one would be summed over rows every segment.
     index: int32 scalar, tokens of the segment read so far.
     """
 
     memory: MemoryLayerState
     tail: jax.Array
     weights: tuple[jax.Array, ...]
-    context: KeyValues
+    context: tuple[KeyValues, KeyValues]
     prefix: KeyValues
     index: jax.Array
 
@@ -65,7 +73,7 @@ class MAC(nnx.Module):
     """x += mac(norm(x)); x += feed_forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.segment = config.segment
+        self.segment, self.remat = config.segment, config.remat == "full"
         self.persistent = PersistentTokens(config, rngs=rngs)
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, None, rngs=rngs)
@@ -89,21 +97,20 @@ class MAC(nnx.Module):
                 lambda: self._segments(normed, state),
                 lambda: self._token_by_token(normed, state),
             )
-        x = x + self.merge(y, self.memory.output(y, reads))
+        x = x + self.merge(y, self.memory.output(y, self._by_head(reads)))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
         start = self.memory.start()
         start = start._replace(memory=dataclasses.replace(start.memory, position=None))
-        memory, tail = broadcast((start, start.tails["query"]), batch)
-        return self._open_segment(memory, tail, self.attention.prefix(self.persistent()))
+        prefix = self.attention.prefix(self.persistent())
+        return self._open_segment(*broadcast((start, start.tails["query"], prefix), batch))
 
     def _open_segment(self, memory: MemoryLayerState, tail: jax.Array, prefix: KeyValues) -> MACState:
         """The state at a segment's border."""
-        shape = (tail.shape[0], 2, self.segment, self.attention.num_heads, self.attention.head_dim)
-        empty = jnp.zeros(shape, self.attention.dtype)
-        context = KeyValues(empty, empty)
-        return MACState(memory, tail, memory.memory.weights, context, prefix, jnp.zeros((), jnp.int32))
+        shape = (tail.shape[0], self.segment, self.attention.num_heads, self.attention.head_dim)
+        empty = KeyValues(*[jnp.zeros(shape, self.attention.dtype)] * 2)
+        return MACState(memory, tail, memory.memory.weights, (empty, empty), prefix, jnp.zeros((), jnp.int32))
 
     def _segments(
         self, x: jax.Array, state: MACState, documents: Documents | None = None
@@ -128,6 +135,10 @@ class MAC(nnx.Module):
             memory, (y, reads, _, _, report) = one_segment(memory, inputs)
             return memory, (y, reads, report)
 
+        if self.remat:
+            policy = jax.checkpoint_policies.save_only_these_names(KERNELS)
+            scanned = jax.checkpoint(scanned, prevent_cse=False, policy=policy)
+
         whole, rest = divmod(time, self.segment)
         border = whole * self.segment
         memory, parts = state.memory, []
@@ -142,8 +153,8 @@ class MAC(nnx.Module):
             memory, (y, reads, weights, context, report) = one_segment(
                 memory, jax.tree.map(lambda rows: rows[:, border:], (rows, documents))
             )
-            room = [(0, 0), (0, 0), (0, self.segment - rest), (0, 0), (0, 0)]
-            context = KeyValues(*(jnp.pad(rows, room) for rows in context))
+            room = [(0, 0), (0, self.segment - rest), (0, 0), (0, 0)]
+            context = jax.tree.map(lambda rows: jnp.pad(rows, room), context)
             state = MACState(memory, tail, weights, context, state.prefix, jnp.full((), rest, jnp.int32))
             parts.append((y, reads, report))
         ys, reads, reports = zip(*parts, strict=True)
@@ -185,7 +196,8 @@ class MAC(nnx.Module):
     ) -> tuple[Rows, jax.Array]:
         """What x [b, t, dim] at `positions` [t] of its segment decides alone, and the next convolution tail."""
         recall, tail = self.memory.query(x, tail, documents, initial_tail)
-        return Rows(recall, self.attention.queries(x, positions), self.attention.key_values(x, positions)), tail
+        rows = Rows(recall, self.attention.queries(x, positions), self.attention.key_values(x, positions))
+        return jax.tree.map(_flat, rows), tail
 
     def _attend_and_write(
         self,
@@ -195,42 +207,51 @@ class MAC(nnx.Module):
         prefix: KeyValues,
         *,
         index: int | jax.Array = 0,
-        context: KeyValues | None = None,
+        context: tuple[KeyValues, KeyValues] | None = None,
         mask: jax.Array | None = None,
-    ) -> tuple[MemoryLayerState, tuple[jax.Array, jax.Array, KeyValues, dict[str, jax.Array]]]:
+    ) -> tuple[MemoryLayerState, tuple[jax.Array, jax.Array, tuple[KeyValues, KeyValues], dict[str, jax.Array]]]:
         """h, y and m of the equations at the top, for tokens inside one segment.
 
         Args:
           weights: the memory at the segment's start, which h reads.
-          index: place of the first token in the segment; static 0 keeps the memory's chunks static.
+          prefix: keys and values of P [b, n, heads, head_dim].
+          index: place of the first token in the segment; static 0 keeps the memory's chunks and the mask static.
           context: keys and values of h and x in the segment so far; None when the tokens begin it.
           mask: bool [b, t], False at padding.
 
         Returns:
           the memory after y; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
         """
-        batch, time, *heads = rows.recall.shape
-        positions = index + jnp.arange(time, dtype=jnp.int32)
+        batch, time, _ = rows.recall.shape
+        rows = jax.tree.map(self._by_head, rows)
+        positions = index + np.arange(time, dtype=np.int32)
         h = self.recall_norm(self.memory.retrieve(weights, rows.recall)).astype(self.attention.dtype)
         h = constrain(h.reshape(batch, time, -1), BATCH, None, None)
-        recalled = self.attention.key_values(h, positions)
-        new = KeyValues(*(jnp.stack(pair, axis=1) for pair in zip(recalled, rows.past, strict=True)))
+        new = (self.attention.key_values(h, positions), rows.past)
         if context is None:
             context = new
         else:
-            write = jax.lax.dynamic_update_slice_in_dim
-            context = KeyValues(*(write(old, rows, index, axis=2) for old, rows in zip(context, new, strict=True)))
-        size = context.keys.shape[2]
-        past = KeyValues(*(rows.reshape(batch, 2 * size, *heads) for rows in context))
-        causal = jnp.arange(size, dtype=jnp.int32)[None] <= positions[:, None]
-        visible = jnp.concatenate([causal, causal], axis=1)[None]
-        y = self.attention.merge(attend(rows.queries, past, prefix, visible))
+            write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
+            context = jax.tree.map(write, context, new)
+        past = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *context, prefix)
+        place = np.arange(context[0].keys.shape[1], dtype=np.int32)
+        places = np.concatenate([place, place, np.zeros(prefix.keys.shape[1], np.int32)])  # all see the prefix
+        y = self.attention.merge(masked_attention(rows.queries, past, places[None] <= positions[:, None]))
 
         rule = self.memory.rule
         written = dataclasses.replace(memory.memory, position=index * rule.algorithm.steps % rule.chunk_size)
         reads, memory, report = self.memory.memorize(y, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
-        return memory, (y, reads, context, report)
+        return memory, (y, _flat(reads), context, report)
+
+    def _by_head(self, rows: jax.Array) -> jax.Array:
+        """`_flat` undone."""
+        return rows.reshape(*rows.shape[:2], self.attention.num_heads, self.attention.head_dim)
+
+
+def _flat(rows: jax.Array) -> jax.Array:
+    """[b, t, heads, head_dim] -> [b, t, heads head_dim]."""
+    return rows.reshape(*rows.shape[:2], -1)
 
 
 def _cut(segments: int, segment: int, rows: jax.Array) -> jax.Array:

@@ -1,0 +1,28 @@
+"""MAC's attention as a kernel."""
+
+import jax.numpy as jnp
+import numpy as np
+import small_models as small
+
+from titans_jax.layers.splash import splash_masked_attention
+from titans_jax.models import mac
+
+
+def test_attention_as_a_kernel_changes_nothing(monkeypatch):
+    """In interpret mode. Three segments, the last one short; padding up to a border, and a second document."""
+    model, tokens = small.build(small.config("mac", depth=1, dtype="float32")), small.tokens(time=22)
+    ids = jnp.array([[1] * 5 + [0] * 3 + [2] * 14, [1] * 22], jnp.int32)
+
+    def forward():
+        return np.array(small.compiled(lambda tokens, ids: model(tokens, ids))(tokens, ids))[np.array(ids) > 0]
+
+    plain, masks = forward(), []
+
+    def attention(queries, past, visible):
+        masks.append(visible)
+        return splash_masked_attention(queries, past, visible, interpret=True)
+
+    monkeypatch.setattr(mac, "masked_attention", attention)
+    np.testing.assert_allclose(forward(), plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
+    assert [mask.shape for mask in masks] == [(size, 2 * size + 3) for size in (small.SEGMENT, 22 % small.SEGMENT)]
+    assert all(isinstance(mask, np.ndarray) for mask in masks)  # known before it runs, as the kernel needs it
