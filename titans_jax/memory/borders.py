@@ -36,26 +36,32 @@ class ChannelDecay:
         """[channels, 1]: of the chunk's start, at its last token."""
         return self.since_start()[-SUBLANES:].T[:, -1:]
 
-    def scores(self, x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
-        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t; 0 for i > t."""
-        tokens, x, y = len(y), halvings.padded(x), halvings.padded(y)
-        # No gate is between a token and itself.
-        scores = jnp.where(pairs(len(y), 0), engine.products(x, y, operand_dtype), 0)
+    def scores(self, xs, y: jax.Array, operand_dtype, steps: int = 1) -> list[jax.Array]:
+        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, 0 for i > t, of every x.
+
+        steps: only the first of every so many tokens has gates that are not 0.
+        """
+        tokens, xs, y = len(y), [halvings.padded(x) for x in xs], halvings.padded(y)
+        ungated = steps & -steps  # a power of two that divides them: so many tokens have no gates between them
+        near = inside(len(y), ungated)
+        scores = [jnp.where(near, engine.products(x, y, operand_dtype), 0) for x in xs]
         for half, until, behind in self._sums[0]:
-            across = engine.products(x * jnp.exp(until), y * jnp.exp(behind), operand_dtype)
-            scores = jnp.where(pairs(len(y), half), across, scores)
-        return scores[:tokens, :tokens]
+            if half >= ungated:
+                fading, faded, apart = jnp.exp(until), y * jnp.exp(behind), across(len(y), half)
+                past = [engine.products(x * fading, faded, operand_dtype) for x in xs]
+                scores = [jnp.where(apart, new, old) for new, old in zip(past, scores, strict=True)]
+        return [of_x[:tokens, :tokens] for of_x in scores]
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
         """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
         tokens, deltas, scores = len(deltas), halvings.padded(deltas), halvings.padded(scores, 2)
 
-        def read(half, deltas):
-            return engine.matmul(jnp.where(pairs(len(deltas), half), scores, 0), deltas, operand_dtype)
+        def read(where, deltas):
+            return engine.matmul(jnp.where(where, scores, 0), deltas, operand_dtype)
 
-        mixed = read(0, deltas)
+        mixed = read(inside(len(deltas), 1), deltas)
         for half, until, behind in self._sums[0]:
-            mixed += read(half, deltas * jnp.exp(behind)) * jnp.exp(until)
+            mixed += read(across(len(deltas), half), deltas * jnp.exp(behind)) * jnp.exp(until)
         return mixed[:tokens]
 
     @functools.cached_property
@@ -74,9 +80,13 @@ class ChannelDecay:
         return levels, until, behind
 
 
-def pairs(tokens: int, half: int) -> jax.Array:
-    """Whether t, i [tokens, tokens] are on two sides of a border, t behind it; the same token for 0."""
+def across(tokens: int, half: int) -> jax.Array:
+    """Whether t, i [tokens, tokens] are on two sides of a border, t behind it."""
     t, i = (jax.lax.broadcasted_iota(jnp.int32, (tokens, tokens), axis) for axis in (0, 1))
-    if half == 0:
-        return t == i
     return (t // half == i // half + 1) & (t // half % 2 == 1)
+
+
+def inside(tokens: int, size: int) -> jax.Array:
+    """Whether t, i [tokens, tokens] are in the same part of so many tokens, t not before i."""
+    t, i = (jax.lax.broadcasted_iota(jnp.int32, (tokens, tokens), axis) for axis in (0, 1))
+    return (t // size == i // size) & (t >= i)

@@ -37,10 +37,12 @@ class ChannelDecay:
         """[channels, 1]: of the block's start, at its last token."""
         return self.since_start()[-1:].T
 
-    def scores(self, x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
-        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t; 0 for i > t."""
-        visible = jnp.tril(jnp.ones((len(y), len(y)), bool))
-        return decayed_scores((x,), y, self.log_gate, visible)[0]
+    def scores(self, xs, y: jax.Array, operand_dtype, steps: int = 1) -> list[jax.Array]:
+        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, 0 for i > t, of every x.
+
+        steps: only the first of every so many tokens has gates that are not 0.
+        """
+        return decayed_scores(xs, y, self.log_gate, steps)
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
         """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
@@ -59,15 +61,14 @@ def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Arr
     return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
 
 
-def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, steps: int = 1) -> list[jax.Array]:
-    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
+def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, steps: int) -> list[jax.Array]:
+    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}), 0 for i > t, of every x.
 
-    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular. steps: only
-    the first of every so many tokens has a gate that is not 0.
+    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; steps: see `ChannelDecay.scores`.
     """
     if log_gate.shape[1] == 1:
         K = engine.widened(cumulative(log_gate), len(log_gate))
-        decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
+        decay = jnp.exp(jnp.where(jnp.tri(len(y), dtype=bool), K - K.T, -jnp.inf))
         return [engine.products(x, y, x.dtype) * decay for x in xs]
     steps = steps if len(y) % steps == 0 else 1
     part = jnp.arange(len(y), dtype=jnp.int32)[None] // steps
@@ -86,7 +87,7 @@ def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, st
             scores[reader] = halvings.join(scores[reader], across)
             xs[reader] = halvings.merge(early, late)
     scores = [own + past[0, :tokens, :tokens] for own, past in zip(near, scores, strict=True)]
-    return [jnp.where(visible, of_x, 0) for of_x in scores]
+    return [jnp.tril(of_x) for of_x in scores]
 
 
 def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import channels, engine, kernel, linear_fused
+from titans_jax.memory import channels, engine, gated_fused, kernel, linear_fused
 from titans_jax.memory.grid import Grid, final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
@@ -24,7 +24,7 @@ def runs(rule: MemoryRule, gates: Gates) -> bool:
     apart = not (by_channel and rule.algorithm.has_momentum)
     traces = rule.retention.fusible and rule.algorithm.fusible
     by_chunk = apart and traces and not rule.algorithm.decay_first
-    return by_chunk or linear_fused.runs(rule, gates)
+    return by_chunk or any(path.runs(rule, gates) for path in (linear_fused, gated_fused))
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
@@ -37,8 +37,11 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
         )
     size = tokens = rule.chunk_size
     pack, block = pack_chunks, kernel.run_chunk
-    if linear_fused.runs(rule, gates):
-        tokens, pack, block = linear_fused.tokens(rule), linear_fused.pack, linear_fused.run_block
+    for exact in (gated_fused, linear_fused):
+        if exact.runs(rule, gates):
+            tokens, pack, block = exact.tokens(rule), exact.pack, exact.run_block
+    if block is gated_fused.run_block:
+        gates = gated_fused.folded(gates, queries.shape[1])
     layout = lay_out(size, tokens, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
     rows, opens = pack(rule, layout), layout.last is not None and size > 1
