@@ -14,18 +14,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import engine, halvings
+from titans_jax.memory import channels, engine, halvings
 from titans_jax.memory.platform import SUBLANES
 
 
 @dataclasses.dataclass(frozen=True)
 class ChannelDecay:
-    """What log gates [tokens, channels] of a chunk, at least LOG_CUT and 0 at padding, leave of every channel."""
+    """What log gates [tokens, channels] of a chunk, at least LOG_CUT and 0 at padding, leave of every channel.
+
+    visible: bool [tokens, tokens], whether token t is in the document of i <= t; None where all are in one.
+    """
 
     log_gate: jax.Array
+    visible: jax.Array | None = None
 
     def since_start(self) -> jax.Array:
-        """[tokens, channels]: of the chunk's start, at each token."""
+        """[tokens, channels]: of what the chunk, or in it the token's document, starts with, at each token."""
+        if self.visible is not None:
+            return jnp.exp(channels.cumulative(self.log_gate, self.visible))
         return jnp.exp(self._sums[1][: len(self.log_gate)])
 
     def to_end(self) -> jax.Array:
@@ -37,20 +43,22 @@ class ChannelDecay:
         return self.since_start()[-SUBLANES:].T[:, -1:]
 
     def scores(self, xs, y: jax.Array, operand_dtype, steps: int = 1) -> list[jax.Array]:
-        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, 0 for i > t, of every x.
+        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, if visible, of every x.
 
         steps: only the first of every so many tokens has gates that are not 0.
         """
-        tokens, xs, y = len(y), [halvings.padded(x) for x in xs], halvings.padded(y)
+        tokens, count, y = len(y), len(xs), halvings.padded(y)
+        x = jnp.concatenate([halvings.padded(x) for x in xs])  # one product of all
         ungated = steps & -steps  # a power of two that divides them: so many tokens have no gates between them
-        near = inside(len(y), ungated)
-        scores = [jnp.where(near, engine.products(x, y, operand_dtype), 0) for x in xs]
+        every = lambda where: jnp.concatenate([where] * count)  # noqa: E731
+        scores = jnp.where(every(inside(len(y), ungated)), engine.products(x, y, operand_dtype), 0)
         for half, until, behind in self._sums[0]:
             if half >= ungated:
-                fading, faded, apart = jnp.exp(until), y * jnp.exp(behind), across(len(y), half)
-                past = [engine.products(x * fading, faded, operand_dtype) for x in xs]
-                scores = [jnp.where(apart, new, old) for new, old in zip(past, scores, strict=True)]
-        return [of_x[:tokens, :tokens] for of_x in scores]
+                fading, faded = every(jnp.exp(until)), y * jnp.exp(behind)
+                past = engine.products(x * fading, faded, operand_dtype)
+                scores = jnp.where(every(across(len(y), half)), past, scores)
+        found = [of_x[:tokens, :tokens] for of_x in jnp.split(scores, count)]
+        return found if self.visible is None else [jnp.where(self.visible, of_x, 0) for of_x in found]
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
         """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""

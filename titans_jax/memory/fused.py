@@ -51,7 +51,8 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     for name in ("log_key_retention", "log_value_retention"):
         if by_channel[name] is not None:
             by_channel[name] = jax.vmap(channels.clipped)(by_channel[name], gates.mask)
-    chunks = Chunks(queries, keys, values, rows, gates.bias_gate, **by_channel)
+    bias_gate = None if block is gated_fused.run_block else gates.bias_gate
+    chunks = Chunks(queries, keys, values, rows, bias_gate, **by_channel)
     between_chunks = starts_chunk(state) or size == 1
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(

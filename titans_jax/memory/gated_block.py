@@ -98,54 +98,56 @@ def prepare_block(
     """
     operand_dtype, x, keys = keys.dtype, engine.widen(queries), engine.widen(keys)
     tokens, width = keys.shape
-    t, i = (jax.lax.broadcasted_iota(jnp.int32, (tokens, tokens), axis) for axis in (0, 1))
-    visible, strictly = t >= i, t > i
+    visible = begun = None
     if document is not None:
         begun = document.T
-        same = ~(begun > document)  # NaN, of a layout that broke the rules, hides nothing
-        visible, strictly = visible & same, strictly & same
+        # NaN, of a layout that broke the rules, hides nothing.
+        visible = jnp.tri(tokens, dtype=bool) & ~(begun > document)
+    by_key, by_value = (
+        None if x is None else decay(x, visible) for x in (gates.log_key_retention, gates.log_value_retention)
+    )
     decays_first = rule.algorithm.decay_first
-    judged_at = visible if decays_first else strictly
 
-    def left(gates, log_gate):
-        """What these gates of every token leave, [tokens, channels]."""
-        return engine.widened(jnp.exp(channels.cumulative(log_gate, gates)), width)
+    def left(of):
+        """What is left at each token of its document's start: read, and judged, [tokens, channels]."""
+        remaining = engine.widened(of.since_start(), width)
+        if decays_first:
+            return remaining, remaining
+        # Before it forgets, a token has what the one before it had.
+        starts = rows(remaining) == 0
+        if document is not None:
+            starts |= begun > before(begun)
+        return remaining, jnp.where(starts, 1, before(remaining))
 
     def of_sources(x):
         """x [tokens, channels] in the documents that began with the carried and with the initial state."""
-        if document is None:
-            return [x]
-        return [jnp.where(begun > 0, 0, x), jnp.where(begun > 0, x, 0)]
+        return [x] if document is None else [jnp.where(begun > 0, 0, x), jnp.where(begun > 0, x, 0)]
 
-    def lasting(x):
-        """x [tokens, channels] in the block's last document."""
-        return x if document is None else jnp.where(begun < begun[-1:], 0, x)
-
-    by_key, by_value = gates.log_key_retention, gates.log_value_retention
+    remaining, judged = left(by_key)
     judged_out = out = to_end = None
     if by_value is not None:
-        judged_out, out, to_end = (left(of, by_value) for of in (judged_at, visible, strictly.T))
-        by_value = decay(by_value)
+        (out, judged_out), to_end = left(by_value), engine.widened(by_value.to_end(), width)
     written = -engine.widened(gates.step_size, width) * keys
     written = written if gates.key_step_size is None else written * gates.key_step_size
-    # Before it forgets, a token reads what the one before it would.
     judging = keys if decays_first else after(keys)
-    scores, overlap = decay(by_key).scores((x, judging), written, operand_dtype, rule.algorithm.steps)
-    scores = jnp.where(visible, scores, 0)
-    overlap = jnp.where(strictly, overlap if decays_first else before(overlap), 0)
+    scores, overlap = by_key.scores((x, judging), written, operand_dtype, rule.algorithm.steps)
+    if decays_first:
+        overlap = jnp.tril(overlap, -1)
+    else:
+        overlap = before(overlap) if visible is None else jnp.where(visible, before(overlap), 0)
     inverse = None
     if not isinstance(rule.bias, biases.DotProduct):
         inverse = invert(-engine.widened(rule.bias.slope(gates.bias_gate), tokens) * overlap)
-    remaining = left(visible, by_key)
+    lasting = written * engine.widened(by_key.to_end(), width)
     return Prepared(
         by_value=by_value,
-        judged=of_sources(keys * left(judged_at, by_key)),
+        judged=of_sources(keys * judged),
         read=of_sources(x * remaining),
         kept=[x[-1:].T for x in of_sources(remaining)],
         judged_out=judged_out,
         out=out,
         to_end=to_end,
-        written=lasting(written * left(strictly.T, by_key)),
+        written=lasting if document is None else jnp.where(begun < begun[-1:], 0, lasting),
         overlap=overlap,
         scores=scores,
         inverse=inverse,
@@ -181,9 +183,9 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     surprise = (rule.bias(anchor_reads + own, values, gates.bias_gate), jnp.linalg.norm(errors, axis=-1))
 
     reads = from_start(prepared.read, prepared.out) + past(prepared.scores, stepped)
-    of_columns = jnp.ones_like(values[-1:]) if by_value is None else prepared.out[-1:]
     kept = zip(prepared.kept, sources, strict=True)
-    kept = sum(engine.matmul(of_rows, of_columns, of_rows.dtype) * source for of_rows, source in kept)
+    kept = sum(engine.widened(of_rows, values.shape[1]) * source for of_rows, source in kept)
+    kept = kept if by_value is None else kept * prepared.out[-1:]
     stepped = stepped if by_value is None else stepped * prepared.to_end
     weights = (kept + engine.outer(prepared.written, stepped, operand_dtype),)
     return (weights, (), weights), reads, Surprise(*jax.lax.stop_gradient(surprise))

@@ -32,10 +32,11 @@ def folded(gates: Gates, width: int) -> Gates:
 
 
 def pack(rule: MemoryRule, layout: Grid) -> jax.Array:
-    """Step sizes of a layout in blocks and, with resets, `gated_block.count`: rows [blocks, 1 or 2, tokens]."""
+    """Step sizes of a layout in blocks, slopes of its bias and, with resets, `gated_block.count`, if any: rows [blocks,
+    1 .. 3, tokens]."""
     *_, gates, resets = layout.inputs
-    step_size = gates.step_size[..., 0]
-    rows = [step_size] if resets is None else [step_size, gated_block.count(resets).astype(step_size.dtype)]
+    rows = [x[..., 0] for x in (gates.step_size, gates.bias_gate) if x is not None]
+    rows += [] if resets is None else [gated_block.count(resets).astype(gates.step_size.dtype)]
     return jnp.stack(rows, axis=1)
 
 
@@ -44,8 +45,11 @@ def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, i
     weights, _ = state
     queries, keys, values = block.queries, block.keys, block.values
     by_channel = {name: getattr(block, name) for name in kernel.CHANNELS}
-    gates = Gates(None, None, block.rows[:1].T, None, block.bias_gate, **by_channel)
-    document = None if initial is None else jax.lax.stop_gradient(block.rows[1:])
+    rows, document = block.rows, None
+    if initial is not None:
+        rows, document = rows[:-1], jax.lax.stop_gradient(rows[-1:])
+    columns = rows.T
+    gates = Gates(None, None, columns[:, :1], None, columns[:, 1:] if len(rows) > 1 else None, **by_channel)
     invert = functools.partial(triangular.inverse_in_kernel, operand_dtype=keys.dtype)
     prepared = gated_block.prepare_block(rule, queries, keys, gates, document, borders.ChannelDecay, invert)
     start = MemoryState(weights, (), weights, 0)
