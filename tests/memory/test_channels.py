@@ -118,11 +118,11 @@ def block(name):
     return rule, random_params(rule), jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_extreme_retention_in_float32(name):
+@pytest.mark.parametrize("name, form", [*((name, "chunked") for name in BLOCKS), ("dfw", "fused"), ("kimi", "fused")])
+def test_extreme_retention_in_float32(name, form):
     rule, params, inputs = block(name)
     expected = run(rule, "recurrent", params, inputs, np.float64, batched=True)[0]
-    reads = run(rule, "chunked", params, inputs, np.float32, batched=True)[0]
+    reads = run(rule, form, params, inputs, np.float32, batched=True)[0]
     assert np.isfinite(reads).all()
     for row, kind in enumerate(EXTREMES):
         assert error(reads[row].astype(np.float64), expected[row]) <= 1e-5, kind

@@ -54,7 +54,8 @@ class Prepared:
     is left of its rows; kept: what is left of them after the last token, [channels, 1]. judged_out, out, to_end: what
     is left of its columns, and at the end of each token's, None where all is. by_value: retention of value channels.
     written: minus step times keys, as they enter the weights at the block's end. overlap, scores: how errors weigh in
-    what is judged and in reads. inverse: of the system that the errors solve, None where they depend on no other.
+    what is judged, None where nothing is, and in reads. inverse: of the system that the errors solve, None where they
+    depend on no other.
     """
 
     by_value: channels.ChannelDecay | borders.ChannelDecay | None
@@ -65,7 +66,7 @@ class Prepared:
     out: jax.Array | None
     to_end: jax.Array | None
     written: jax.Array
-    overlap: jax.Array
+    overlap: jax.Array | None
     scores: jax.Array
     inverse: jax.Array | None
 
@@ -90,11 +91,12 @@ def prepare_block(
     document,
     decay: type = channels.ChannelDecay,
     invert: Callable[[jax.Array], jax.Array] = triangular.inverse,
+    watch: bool = True,
 ) -> Prepared:
     """`Prepared` of one block.
 
     gates: `folded`. document: `count` as a row [1, tokens], None without resets. decay: the class that makes sums over
-    past tokens of log gates. invert: as `triangular.inverse`.
+    past tokens of log gates. invert: as `triangular.inverse`. watch: whether anyone asks for the surprise.
     """
     operand_dtype, x, keys = keys.dtype, engine.widen(queries), engine.widen(keys)
     tokens, width = keys.shape
@@ -129,14 +131,15 @@ def prepare_block(
         (out, judged_out), to_end = left(by_value), engine.widened(by_value.to_end(), width)
     written = -engine.widened(gates.step_size, width) * keys
     written = written if gates.key_step_size is None else written * gates.key_step_size
-    judging = keys if decays_first else after(keys)
-    scores, overlap = by_key.scores((x, judging), written, operand_dtype, rule.algorithm.steps)
-    if decays_first:
+    solves = not isinstance(rule.bias, biases.DotProduct)
+    judging = [keys if decays_first else after(keys)] if solves or watch else []
+    scores, *overlap = by_key.scores((x, *judging), written, operand_dtype, rule.algorithm.steps)
+    overlap, inverse = overlap[0] if overlap else None, None
+    if overlap is not None and decays_first:
         overlap = jnp.tril(overlap, -1)
-    else:
+    elif overlap is not None:
         overlap = before(overlap) if visible is None else jnp.where(visible, before(overlap), 0)
-    inverse = None
-    if not isinstance(rule.bias, biases.DotProduct):
+    if solves:
         inverse = invert(-engine.widened(rule.bias.slope(gates.bias_gate), tokens) * overlap)
     lasting = written * engine.widened(by_key.to_end(), width)
     return Prepared(
@@ -155,7 +158,8 @@ def prepare_block(
 
 
 def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
-    """One block: ((weights, momentum, anchor), reads, surprise) from its start state."""
+    """One block: ((weights, momentum, anchor), reads, surprise) from its start state; no surprise if nothing is
+    judged."""
     queries, _, values, gates, _, prepared = inputs
     operand_dtype, by_value, values = queries.dtype, prepared.by_value, engine.widen(values)
     sources = [start.weights[0]] if len(prepared.read) == 1 else [start.weights[0], initial.weights[0]]
@@ -178,9 +182,11 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
         system = -engine.widened(slopes, len(values)) * prepared.overlap
         errors = triangular.solve(False, system, prepared.inverse, errors)
     stepped = errors if gates.value_step_size is None else errors * gates.value_step_size
-    # Read for the surprise only. Of value channels, by the token before.
-    own = past(prepared.overlap, stepped) if by_value is None else before(past(after(prepared.overlap), stepped))
-    surprise = (rule.bias(anchor_reads + own, values, gates.bias_gate), jnp.linalg.norm(errors, axis=-1))
+    surprise = None
+    if prepared.overlap is not None:  # of value channels, by the token before
+        own = past(prepared.overlap, stepped) if by_value is None else before(past(after(prepared.overlap), stepped))
+        loss = rule.bias(anchor_reads + own, values, gates.bias_gate)
+        surprise = Surprise(*jax.lax.stop_gradient((loss, jnp.linalg.norm(errors, axis=-1))))
 
     reads = from_start(prepared.read, prepared.out) + past(prepared.scores, stepped)
     kept = zip(prepared.kept, sources, strict=True)
@@ -188,7 +194,7 @@ def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState,
     kept = kept if by_value is None else kept * prepared.out[-1:]
     stepped = stepped if by_value is None else stepped * prepared.to_end
     weights = (kept + engine.outer(prepared.written, stepped, operand_dtype),)
-    return (weights, (), weights), reads, Surprise(*jax.lax.stop_gradient(surprise))
+    return (weights, (), weights), reads, surprise
 
 
 def before(x: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, i
     columns = rows.T
     gates = Gates(None, None, columns[:, :1], None, columns[:, 1:] if len(rows) > 1 else None, **by_channel)
     invert = functools.partial(triangular.inverse_in_kernel, operand_dtype=keys.dtype)
-    prepared = gated_block.prepare_block(rule, queries, keys, gates, document, borders.ChannelDecay, invert)
+    prepared = gated_block.prepare_block(rule, queries, keys, gates, document, borders.ChannelDecay, invert, watch)
     start = MemoryState(weights, (), weights, 0)
     fresh = None if initial is None else MemoryState(*initial, initial[0], 0)
     inputs = queries, keys, values, gates, None, prepared
