@@ -245,7 +245,7 @@ def test_padding_between_tokens_is_never_silently_wrong():
 
 
 def test_what_auto_stands_for_on_a_tpu():
-    """A linear rule takes the kernel, with scalar gates and others, and so does a deep one with chunks of a register."""
+    """A linear rule takes the kernel, whatever its gates, and so does a deep one with chunks of a register."""
 
     def choose(rule, **gates):
         return memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates), "tpu")

@@ -16,15 +16,22 @@ from titans_jax.memory.grid import Grid, final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
+EXACT = (linear_fused, gated_fused)
+
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether the kernel can run the rule: a retention and an algorithm that a kernel has the operations for, channels
-    apart only without momentum, and retention before the error only in blocks of a linear memory."""
+    """Whether the kernel can run the rule: in blocks of a linear memory, or chunk by chunk, with a retention and an
+    algorithm that a kernel has the operations for, channels apart only without momentum, none before the error."""
     by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
     apart = not (by_channel and rule.algorithm.has_momentum)
     traces = rule.retention.fusible and rule.algorithm.fusible
     by_chunk = apart and traces and not rule.algorithm.decay_first
-    return by_chunk or any(path.runs(rule, gates) for path in (linear_fused, gated_fused))
+    return by_chunk or in_blocks(rule, gates)
+
+
+def in_blocks(rule: MemoryRule, gates: Gates) -> bool:
+    """Whether a linear memory's blocks are the kernel's, each with one triangular solve."""
+    return any(path.runs(rule, gates) for path in EXACT)
 
 
 def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial, watch):
@@ -32,15 +39,15 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     if not runs(rule, gates):
         raise ValueError(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates: no "
-            "retention before the error, of channels with momentum, with a lag token or an arctan, and no least "
-            "squares; use form='chunked'."
+            "retention of channels with momentum, of value channels before the error, with a lag token or an arctan, "
+            "and no least squares; use form='chunked'."
         )
     size = tokens = rule.chunk_size
     pack, block = pack_chunks, kernel.run_chunk
-    for exact in (gated_fused, linear_fused):
-        if exact.runs(rule, gates):
-            tokens, pack, block = exact.tokens(rule), exact.pack, exact.run_block
-    if block is gated_fused.run_block:
+    exact = next((path for path in EXACT if path.runs(rule, gates)), None)
+    if exact is not None:
+        tokens, pack, block = exact.tokens(rule), exact.pack, exact.run_block
+    if exact is gated_fused:
         gates = gated_fused.folded(gates, queries.shape[1])
     layout = lay_out(size, tokens, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
@@ -51,7 +58,7 @@ def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values
     for name in ("log_key_retention", "log_value_retention"):
         if by_channel[name] is not None:
             by_channel[name] = jax.vmap(channels.clipped)(by_channel[name], gates.mask)
-    bias_gate = None if block is gated_fused.run_block else gates.bias_gate
+    bias_gate = None if exact is gated_fused else gates.bias_gate  # which is in the rows
     chunks = Chunks(queries, keys, values, rows, bias_gate, **by_channel)
     between_chunks = starts_chunk(state) or size == 1
     fill = functools.partial(fill_lanes, rule)

@@ -23,10 +23,12 @@ from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether this path is the rule: output channels may only forget or step apart where no error is judged."""
+    """Whether this path is the rule: output channels may only forget or step apart where no error is judged, and are
+    judged by one slope."""
     by_outputs = gates.log_value_retention is not None or gates.value_step_size is not None
     plain = isinstance(rule.architecture, architectures.Linear) and rule.bias.affine and rule.retention.linear
     plain = plain and not rule.algorithm.has_momentum and not isinstance(rule.algorithm, algorithms.LeastSquares)
+    plain = plain and (gates.bias_gate is None or gates.bias_gate.shape[-1] == 1)
     return plain and rule.chunk_size == 1 and (not by_outputs or isinstance(rule.bias, biases.DotProduct))
 
 

@@ -1,7 +1,7 @@
 """The fused form of linear memories with gates of every channel: `gated_block` in the kernel.
 
-Scalar gates and where documents begin come as rows of a block's tokens; what channels forget is summed in the kernel, by
-`borders`. The rest, solve and gradients included, is the chunked form's own block function.
+Steps, slopes and where documents begin come as rows of a block's tokens; what channels forget is summed in the kernel,
+by `borders`. The rest, solve and gradients included, is the chunked form's own block function.
 """
 
 from __future__ import annotations
