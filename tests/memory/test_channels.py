@@ -83,6 +83,23 @@ def test_a_momentum_gate_that_nothing_uses_changes_nothing():
     np.testing.assert_array_equal(unused, plain)
 
 
+@each_form
+def test_a_slope_of_every_channel(form):
+    """Of an affine bias; at 1 it is L2's."""
+    rule = rule_of(LINEAR, DESCENT, 1)
+    affine = dataclasses.replace(rule, bias=memory.biases.affine())
+    inputs = miras_inputs.draw_deltanet(np.random.default_rng(4), TIME)
+    slopes = np.random.default_rng(5).uniform(0.3, 1.0, (TIME, HEAD_DIM))
+    params = random_params(rule)
+    np.testing.assert_allclose(
+        run(affine, form, params, inputs | {"bias_gate": np.ones_like(slopes)})[0],
+        run(rule, "recurrent", params, inputs)[0],
+        rtol=1e-10, atol=1e-12,
+    )  # fmt: skip
+    reads, expected = (run(affine, f, params, inputs | {"bias_gate": slopes})[0] for f in (form, "recurrent"))
+    np.testing.assert_allclose(reads, expected, rtol=1e-10, atol=1e-12)
+
+
 # A block of 64 tokens in float32: e^(K_t - K_i) taken apart would overflow at 0.5^-64 and far before at 1e-6.
 
 LONG = 64
@@ -118,11 +135,11 @@ def block(name):
     return rule, random_params(rule), jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_extreme_retention_in_float32(name):
+@pytest.mark.parametrize("name, form", [*((name, "chunked") for name in BLOCKS), ("dfw", "fused"), ("kimi", "fused")])
+def test_extreme_retention_in_float32(name, form):
     rule, params, inputs = block(name)
     expected = run(rule, "recurrent", params, inputs, np.float64, batched=True)[0]
-    reads = run(rule, "chunked", params, inputs, np.float32, batched=True)[0]
+    reads = run(rule, form, params, inputs, np.float32, batched=True)[0]
     assert np.isfinite(reads).all()
     for row, kind in enumerate(EXTREMES):
         assert error(reads[row].astype(np.float64), expected[row]) <= 1e-5, kind

@@ -27,8 +27,8 @@ GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *kernel.CHAN
 HEADS, ROWS_AND_HEADS = (2,), (2, 2)
 
 
-def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate=None, by_channel=False):
-    """(params, inputs): leaves [..., head_dim or hidden] of as many heads and rows as `lead` has."""
+def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate=None, by_channel=()):
+    """(params, inputs): leaves [..., head_dim or hidden] of as many heads and rows as `lead` has. by_channel: gates."""
     generator = np.random.default_rng(0)
     normal = lambda *shape: generator.normal(size=shape).astype(np.float32)  # noqa: E731
     uniform = lambda low, high, *shape: generator.uniform(low, high, shape).astype(np.float32)  # noqa: E731
@@ -49,9 +49,10 @@ def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate
     }
     if rule.algorithm.has_momentum:
         inputs["log_momentum"] = np.log(uniform(0.1, 0.9, *tokens, len(shapes)))
-    if by_channel:
-        inputs |= {name: uniform(0.3, 1, *tokens, head_dim) for name in kernel.CHANNELS}
-        inputs |= {name: np.log(inputs[name]) for name in kernel.CHANNELS if name.startswith("log")}
+    for name in by_channel:
+        retention = name.startswith("log")
+        gate = uniform(0.3, 1, *(tokens if retention else written), head_dim)
+        inputs[name] = np.log(gate) if retention else gate
     if rule.bias.takes_gate:
         inputs["bias_gate"] = uniform(0.3, 1.5, *written, *(() if bias_gate is None else (bias_gate,)))
     for name in ("queries", "keys", "values"):
@@ -122,6 +123,9 @@ def assert_equal(got, wanted, tolerance=FLOAT32, of_gates=None):
 
 def check(rule, lead=(), tolerance=FLOAT32, of_gates=None, flags=None, position=0, gradients=True, **options):
     params, inputs = draw(rule, lead, **options)
+    for name in ("log_key_retention", "log_value_retention"):
+        if name in inputs and tolerance == FLOAT64:  # gates that cut
+            inputs[name][..., 5, ::2] = -np.inf
     if position or "position" in (flags or {}):
         inputs["state"] = stream(rule, params)
     if tolerance == FLOAT64:
@@ -239,15 +243,56 @@ def test_bfloat16_operands_of_a_linear_memory():
     check(presets.gated_deltanet(), HEADS, BFLOAT16, BFLOAT16_GATES, time=100, head_dim=64, dtype=jnp.bfloat16)
 
 
+KEY, VALUE, KEY_STEP, _ = kernel.CHANNELS
+BY_CHANNEL = {
+    "dfw": (presets.dfw(), kernel.CHANNELS),  # and both step sizes, with nothing to solve
+    "kimi": (presets.gated_deltanet(), (KEY,)),
+    "rwkv7": (presets.rwkv7(), (KEY, KEY_STEP)),
+    "scalar": (presets.rwkv7(), ()),
+}
+
+
+@pytest.mark.parametrize("name", BY_CHANNEL)
+def test_documents_and_padding_where_channels_forget_apart(name, small_blocks):
+    """Documents that start inside a block, one of them at its first token; a row that ends with padding; the state
+    before the first token is no document's."""
+    rule, gates = BY_CHANNEL[name]
+    time = 2 * BLOCK + 8
+    flags = {"resets": np.zeros((2, time), bool), "mask": np.ones((2, time), bool)}
+    flags |= {"position": np.zeros(2, np.int32)}
+    flags["resets"][0, [3, BLOCK, 24]] = True
+    flags["mask"][1, BLOCK + 5 :] = False
+    check(rule, HEADS, FLOAT64, flags=flags, time=time, head_dim=8, by_channel=gates)
+
+
+def test_bfloat16_operands_where_channels_forget_apart():
+    rule, gates = BY_CHANNEL["rwkv7"]
+    check(rule, HEADS, BFLOAT16, BFLOAT16_GATES, time=40, head_dim=64, dtype=jnp.bfloat16, by_channel=gates)
+
+
+def test_padding_between_tokens_is_never_silently_wrong():
+    """Where documents begin inside blocks, too."""
+    rule, gates = BY_CHANNEL["kimi"]
+    params, inputs = draw(rule, HEADS, head_dim=8, by_channel=gates)
+    flags = {"resets": np.zeros((2, 3 * CHUNK), bool), "mask": np.ones((2, 3 * CHUNK), bool)}
+    flags["resets"][:, 9] = True
+    flags["mask"][0, 5] = False
+    reads = answers(rule, "fused", params, inputs, HEADS, flags, gradients=False)["reads"]
+    assert np.isnan(reads[0]).all() and np.isfinite(reads[1]).all()
+
+
 def test_what_auto_stands_for_on_a_tpu():
-    """A linear rule takes the kernel where its gates are scalars, and so does a deep one with chunks of a register."""
+    """A linear rule takes the kernel, whatever its gates, and so does a deep one with chunks of a register."""
 
     def choose(rule, **gates):
         return memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates), "tpu")
 
     assert {choose(rule) for rule in (presets.gated_deltanet(), linear(1), linear(16), titans())} == {"fused"}
     assert choose(linear(3)) == choose(presets.ttt_mlp(chunk_size=4)) == "chunked"
-    assert choose(presets.gla(), log_key_retention=np.zeros((1, 4), np.float32)) == "chunked"
+    channels = np.zeros((1, 4), np.float32)
+    gated = (presets.gla(), presets.rwkv7(), presets.gated_deltanet())
+    assert {choose(rule, log_key_retention=channels) for rule in gated} == {"fused"}
+    assert choose(presets.gated_deltanet(), log_value_retention=channels) == "chunked"
 
 
 MOMENTUM, DESCENT = algorithms.momentum(), algorithms.gradient_descent()
@@ -271,13 +316,7 @@ def test_other_choices(architecture, bias, retention, algorithm, bias_gate):
 def test_gates_of_every_channel():
     """A chunk that is no power of two, gates that cut, and padding behind the last token."""
     rule = presets.yaad(expansion=2, chunk_size=12)
-    params, inputs = draw(rule, HEADS, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=True)
-    for name in ("log_key_retention", "log_value_retention"):
-        inputs[name][:, 5, ::2] = -np.inf
-    params, inputs = jax.tree.map(lambda x: np.asarray(x, np.float64), (params, inputs))
-    with jax.enable_x64(True):
-        found = [answers(rule, form, params, inputs, HEADS) for form in ("fused", "chunked")]
-    assert_equal(*found, FLOAT64)
+    check(rule, HEADS, FLOAT64, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=kernel.CHANNELS)
 
 
 def test_chunks_that_share_a_stored_state(monkeypatch):
@@ -347,10 +386,10 @@ def test_a_sequence_in_two_calls():
     [
         (titans(), {"log_key_retention": np.zeros((CHUNK, 16), np.float32)}),
         (presets.memora(expansion=2, chunk_size=CHUNK, lag_token=True), {}),
-        (presets.gated_deltanet(), {"log_key_retention": np.zeros((CHUNK, 16), np.float32)}),
+        (presets.gated_deltanet(), {"log_value_retention": np.zeros((CHUNK, 16), np.float32)}),
         (presets.mesa(), {}),
     ],
-    ids=["channel-wise retention with momentum", "lag token", "channel-wise, decay first", "least squares"],
+    ids=["channel-wise retention with momentum", "lag token", "value channels, decay first", "least squares"],
 )
 def test_rules_that_it_cannot_run_are_refused(rule, changed):
     params = memory.init_params(rule, jax.random.key(0), 16)

@@ -16,14 +16,23 @@ pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is n
 HEADS = 2
 
 
-def compiled(topology, rule, time, head_dim, streamed):
-    """Of the gradient of all reads. Streamed: documents, and padding behind a state whose position is traced."""
+def compiled(topology, rule, time, head_dim, streamed, channels=()):
+    """Of the gradient of all reads. Streamed: documents, and padding behind a state whose position is traced. channels:
+    gates that every channel has of its own."""
     mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=place)
     token, gate = shape((HEADS, time, head_dim), jnp.bfloat16), shape((HEADS, time), jnp.float32)
     matrices = (shape((HEADS, head_dim, head_dim), jnp.float32),)
-    inputs = {"tokens": (token, token, token), "gates": (gate, gate if rule.algorithm.has_momentum else None, gate)}
+    steps = rule.algorithm.steps
+    written, stepped = (shape((*x.shape[:2], steps, *x.shape[2:]), x.dtype) if steps > 1 else x for x in (token, gate))
+    inputs = {
+        "tokens": (token, written, written),
+        "gates": (gate, gate if rule.algorithm.has_momentum else None, stepped),
+        "more": {name: shape((written if "step" in name else token).shape, jnp.float32) for name in channels},
+    }
+    if rule.bias.takes_gate:
+        inputs["more"]["bias_gate"] = stepped
     flags = {"resets": shape((HEADS, time), bool), "mask": shape((HEADS, time), bool)} if streamed else {}
     if streamed:
         inputs |= {"state": (matrices, matrices if rule.algorithm.has_momentum else (), matrices)}
@@ -34,7 +43,7 @@ def compiled(topology, rule, time, head_dim, streamed):
         state = memory.init_state(rule, params)
         if "state" in inputs:
             state = memory.MemoryState(*inputs["state"], flags["position"])
-        gates = memory.Gates(*inputs["gates"], mask=flags.get("mask"))
+        gates = memory.Gates(*inputs["gates"], mask=flags.get("mask"), **inputs["more"])
         return memory.memorize(rule, params, state, *inputs["tokens"], gates, resets=flags.get("resets"))
 
     def loss(inputs, weights, flags):
@@ -61,3 +70,16 @@ def test_generations_and_widths(topology, head_dim):
 def test_documents_padding_and_momentum(chunk_size):
     rule = presets.titans(1, chunk_size=chunk_size, residual=False)
     assert len(compiled("v5e:1x1", rule, 128, 64, True).kernels()) == 2
+
+
+@pytest.mark.parametrize(
+    "topology, name, channels",
+    [
+        ("v5e:1x1", "dfw", ("log_key_retention", "log_value_retention")),
+        ("v6e:1x1", "rwkv7", ("log_key_retention", "key_step_size")),
+        ("v5p:2x2x1", "gated_deltanet", ("log_key_retention",)),
+    ],
+)
+def test_channels_that_forget_apart(topology, name, channels):
+    """With documents and padding, too."""
+    assert len(compiled(topology, presets.PRESETS[name](), 128, 64, True, channels).kernels()) == 2

@@ -29,7 +29,6 @@ from titans_jax.memory import (
     fused,
     gated_block,
     linear_block,
-    linear_fused,
     presets,
     recurrent,
     retentions,
@@ -100,7 +99,7 @@ def choose_form(form: str, rule: MemoryRule, gates: Gates, platform: str | None 
     if form != "auto":
         return form
     exact = any(path.runs(rule, gates) for path in (linear_block, gated_block))
-    pays = linear_fused.runs(rule, gates) or (not exact and rule.chunk_size >= SUBLANES)
+    pays = fused.in_blocks(rule, gates) or (not exact and rule.chunk_size >= SUBLANES)
     return "fused" if pays and fused.runs(rule, gates) and (platform or target_platform()) == "tpu" else "chunked"
 
 

@@ -20,27 +20,34 @@ from titans_jax.memory.coefficients import LOG_CUT
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChannelDecay:
-    """What log gates [tokens, channels] of a block, at least LOG_CUT and 0 at padding, leave of every channel."""
+    """What log gates [tokens, channels] of a block, at least LOG_CUT and 0 at padding, leave of every channel.
+
+    visible: bool [tokens, tokens], whether token t is in the document of i <= t; None where all are in one.
+    """
 
     log_gate: jax.Array
+    visible: jax.Array | None = None
 
     def since_start(self) -> jax.Array:
-        """[tokens, channels]: of the block's start, at each token."""
-        return jnp.exp(cumulative(self.log_gate))
+        """[tokens, channels]: of what the block, or in it the token's document, starts with, at each token."""
+        return jnp.exp(cumulative(self.log_gate, self.visible))
 
     def to_end(self) -> jax.Array:
         """[tokens, channels]: of each token, at the block's last."""
-        K = cumulative(self.log_gate)
-        return jnp.exp(K[-1:] - K)
+        ones = jnp.ones((len(self.log_gate), len(self.log_gate)), bool)
+        return jnp.exp(cumulative(self.log_gate, jnp.triu(ones, 1)))
 
     def whole(self) -> jax.Array:
         """[channels, 1]: of the block's start, at its last token."""
         return self.since_start()[-1:].T
 
-    def scores(self, x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
-        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t; 0 for i > t."""
-        visible = jnp.tril(jnp.ones((len(y), len(y)), bool))
-        return decayed_scores((x,), y, self.log_gate, visible)[0]
+    def scores(self, xs, y: jax.Array, operand_dtype, steps: int = 1) -> list[jax.Array]:
+        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, if visible, of every x.
+
+        steps: only the first of every so many tokens has gates that are not 0.
+        """
+        visible = jnp.tri(len(y), dtype=bool) if self.visible is None else self.visible
+        return decayed_scores(xs, y, self.log_gate, visible, steps)
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
         """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
@@ -59,11 +66,11 @@ def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Arr
     return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
 
 
-def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, steps: int = 1) -> list[jax.Array]:
+def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, steps: int) -> list[jax.Array]:
     """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
 
-    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular. steps: only
-    the first of every so many tokens has a gate that is not 0.
+    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular; steps: see
+    `ChannelDecay.scores`.
     """
     if log_gate.shape[1] == 1:
         K = engine.widened(cumulative(log_gate), len(log_gate))

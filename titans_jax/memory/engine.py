@@ -90,12 +90,14 @@ def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
 
 
 def widened(column, width: int):
-    """A column [n, 1] as [n, width], by a product; rows or numbers that need no widening as they are.
+    """A column [n, 1] as [n, width], on a CPU by a product; rows or numbers that need no widening as they are.
 
     Its gradient is then a product too, not a sum of elementwise products, at which XLA on a CPU is ten times slower.
     """
     if jnp.ndim(column) == 0 or column.shape[1] == width:
         return column
+    if target_platform() != "cpu":
+        return jnp.broadcast_to(column, (len(column), width))
     return matmul(column, jnp.ones((1, width), column.dtype), column.dtype)
 
 

@@ -13,21 +13,28 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from titans_jax.memory import channels, engine, kernel, linear_fused
+from titans_jax.memory import channels, engine, gated_fused, kernel, linear_fused
 from titans_jax.memory.grid import Grid, final_state, lay_out, starts_chunk
 from titans_jax.memory.kernel import Chunks, Heads
 from titans_jax.memory.platform import KERNELS
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
+EXACT = (linear_fused, gated_fused)
+
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether the kernel can run the rule: a retention and an algorithm that a kernel has the operations for, channels
-    apart only without momentum, and retention before the error only in blocks of a linear memory."""
+    """Whether the kernel can run the rule: in blocks of a linear memory, or chunk by chunk, with a retention and an
+    algorithm that a kernel has the operations for, channels apart only without momentum, none before the error."""
     by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
     apart = not (by_channel and rule.algorithm.has_momentum)
     traces = rule.retention.fusible and rule.algorithm.fusible
     by_chunk = apart and traces and not rule.algorithm.decay_first
-    return by_chunk or linear_fused.runs(rule, gates)
+    return by_chunk or in_blocks(rule, gates)
+
+
+def in_blocks(rule: MemoryRule, gates: Gates) -> bool:
+    """Whether a linear memory's blocks are the kernel's, each with one triangular solve."""
+    return any(path.runs(rule, gates) for path in EXACT)
 
 
 def memorize(
@@ -37,27 +44,29 @@ def memorize(
     if not runs(rule, gates):
         raise ValueError(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates: no "
-            "retention before the error, of channels with momentum, with a lag token or an arctan, and no least "
-            "squares; use form='chunked'."
+            "retention of channels with momentum, of value channels before the error, with a lag token or an arctan, "
+            "and no least squares; use form='chunked'."
         )
     size = tokens = rule.chunk_size
     pack, block = pack_chunks, kernel.run_chunk
-    if linear_fused.runs(rule, gates):
-        tokens, pack, block = linear_fused.tokens(rule), linear_fused.pack, linear_fused.run_block
+    exact = next((path for path in EXACT if path.runs(rule, gates)), None)
+    if exact is not None:
+        tokens, pack, block = exact.tokens(rule), exact.pack, exact.run_block
+    if exact is gated_fused:
+        gates = gated_fused.folded(gates, queries.shape[1])
     layout = lay_out(size, tokens, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
     if layout.valid is not None:  # padding or a reset that broke the grid's rules: NaN, never silently wrong
-        log_retention = jnp.where(layout.valid, gates.log_retention, jnp.nan)
-        layout = dataclasses.replace(
-            layout, inputs=(queries, keys, values, dataclasses.replace(gates, log_retention=log_retention), resets)
-        )
+        gates = dataclasses.replace(gates, step_size=jnp.where(layout.valid, gates.step_size, jnp.nan))
+        layout = dataclasses.replace(layout, inputs=(queries, keys, values, gates, resets))
     opens = follow and layout.last is not None and size > 1
     rows = pack(rule, layout, opens)
     by_channel = {name: getattr(gates, name) for name in kernel.CHANNELS}
     for name in ("log_key_retention", "log_value_retention"):
         if by_channel[name] is not None:
             by_channel[name] = jax.vmap(channels.clipped)(by_channel[name], gates.mask)
-    chunks = Chunks(queries, keys, values, rows, gates.bias_gate, **by_channel)
+    bias_gate = None if exact is gated_fused else gates.bias_gate  # which is in the rows
+    chunks = Chunks(queries, keys, values, rows, bias_gate, **by_channel)
     between_chunks = starts_chunk(state) or size == 1
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(

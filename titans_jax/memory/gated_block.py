@@ -12,20 +12,39 @@ Delta Attention and RWKV-7 are cases; with scalar gates, momentum or longer chun
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import algorithms, architectures, biases, channels, engine, triangular
+from titans_jax.memory import algorithms, architectures, biases, borders, channels, engine, triangular
 from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Surprise
 
 
 def runs(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether this path is the rule: output channels may only forget or step apart where no error is judged."""
+    """Whether this path is the rule: output channels may only forget or step apart where no error is judged, and are
+    judged by one slope."""
     by_outputs = gates.log_value_retention is not None or gates.value_step_size is not None
     plain = isinstance(rule.architecture, architectures.Linear) and rule.bias.affine and rule.retention.linear
     plain = plain and not rule.algorithm.has_momentum and not isinstance(rule.algorithm, algorithms.LeastSquares)
+    plain = plain and (gates.bias_gate is None or gates.bias_gate.shape[-1] == 1)
     return plain and rule.chunk_size == 1 and (not by_outputs or isinstance(rule.bias, biases.DotProduct))
+
+
+def folded(gates: Gates) -> Gates:
+    """Gates [tokens, ...] as a block takes them: the scalar retention in that of the keys' channels, [tokens, channels
+    or 1], and padding, which keeps all and writes nothing, in both retentions and in the step size."""
+    by_key = gates.log_retention
+    if gates.log_key_retention is not None:
+        by_key = by_key + gates.log_key_retention
+    by_value = gates.log_value_retention
+    return dataclasses.replace(
+        gates,
+        step_size=gates.step_size if gates.mask is None else jnp.where(gates.mask[:, None], gates.step_size, 0),
+        log_key_retention=channels.clipped(by_key, gates.mask),
+        log_value_retention=by_value if by_value is None else channels.clipped(by_value, gates.mask),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -34,13 +53,14 @@ class Prepared:
     """What of a block does not depend on its start state.
 
     judged, read: keys and queries for each source (the carried state and, with resets, the initial one), scaled by what
-    is left of its rows; kept: what is left of them after the last token. judged_out, out, to_end: what is left of its
-    columns, and at the end of each token's, None where all is. by_value: log retention of value channels. written:
-    minus step times keys, as they enter the weights at the block's end. overlap, scores: how errors weigh in what is
-    judged and in reads. inverse: of the system that the errors solve, None where they depend on no other.
+    is left of its rows; kept: what is left of them after the last token, [channels, 1]. judged_out, out, to_end: what
+    is left of its columns, and at the end of each token's, None where all is. by_value: retention of value channels.
+    written: minus step times keys, as they enter the weights at the block's end. overlap, scores: how errors weigh in
+    what is judged, None where nothing is, and in reads. inverse: of the system that the errors solve, None where they
+    depend on no other.
     """
 
-    by_value: jax.Array | None
+    by_value: channels.ChannelDecay | borders.ChannelDecay | None
     judged: list[jax.Array]
     read: list[jax.Array]
     kept: list[jax.Array]
@@ -48,65 +68,91 @@ class Prepared:
     out: jax.Array | None
     to_end: jax.Array | None
     written: jax.Array
-    overlap: jax.Array
+    overlap: jax.Array | None
     scores: jax.Array
     inverse: jax.Array | None
 
 
 def prepare(rule: MemoryRule, queries, keys, values, gates: Gates, resets) -> Prepared:
     """`Prepared`, leaves [blocks, ...], of inputs [blocks, tokens, ...]."""
-    return jax.vmap(lambda *block: prepare_block(rule, *block))(queries, keys, gates, resets)
+    documents = None if resets is None else count(resets)[:, None]
+    block = functools.partial(prepare_block, rule)
+    return jax.vmap(block)(queries, keys, jax.vmap(folded)(gates), documents)
 
 
-def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prepared:
-    """`Prepared` of one block."""
-    x, keys = engine.widen(queries), engine.widen(keys)
-    log_retention = gates.log_retention
-    if gates.log_key_retention is not None:
-        log_retention = log_retention + gates.log_key_retention
-    by_key = channels.clipped(log_retention, gates.mask)
-    document = jnp.zeros(keys.shape[:1], jnp.int32) if resets is None else jnp.cumsum(resets, dtype=jnp.int32)
-    visible = jnp.tril(document[:, None] == document[None, :])
-    strictly = visible & ~jnp.eye(len(document), dtype=bool)
+def count(resets: jax.Array) -> jax.Array:
+    """How many documents began in a block until each of its tokens, [blocks, tokens]."""
+    return jnp.cumsum(resets, axis=1, dtype=jnp.int32)
+
+
+def prepare_block(
+    rule: MemoryRule,
+    queries,
+    keys,
+    gates: Gates,
+    document,
+    decay: type = channels.ChannelDecay,
+    invert: Callable[[jax.Array], jax.Array] = triangular.inverse,
+    watch: bool = True,
+) -> Prepared:
+    """`Prepared` of one block.
+
+    gates: `folded`. document: `count` as a row [1, tokens], None without resets. decay: the class that makes sums over
+    past tokens of log gates. invert: as `triangular.inverse`. watch: whether anyone asks for the surprise.
+    """
+    operand_dtype, x, keys = keys.dtype, engine.widen(queries), engine.widen(keys)
+    tokens, width = keys.shape
+    visible = begun = None
+    if document is not None:
+        begun = document.T
+        # NaN, of a layout that broke the rules, hides nothing.
+        visible = jnp.tri(tokens, dtype=bool) & ~(begun > document)
+    by_key, by_value = (
+        None if x is None else decay(x, visible) for x in (gates.log_key_retention, gates.log_value_retention)
+    )
     decays_first = rule.algorithm.decay_first
-    judged_at = visible if decays_first else strictly
 
-    def left(gates, log_gate):
-        """What these gates of every token leave, [tokens, channels]."""
-        return engine.widened(jnp.exp(channels.cumulative(log_gate, gates)), keys.shape[1])
+    def left(of):
+        """What is left at each token of its document's start: read, and judged, [tokens, channels]."""
+        remaining = engine.widened(of.since_start(), width)
+        if decays_first:
+            return remaining, remaining
+        # Before it forgets, a token has what the one before it had.
+        starts = rows(remaining) == 0
+        if document is not None:
+            starts |= begun > before(begun)
+        return remaining, jnp.where(starts, 1, before(remaining))
 
     def of_sources(x):
         """x [tokens, channels] in the documents that began with the carried and with the initial state."""
-        if resets is None:
-            return [x]
-        carried = (document == 0)[:, None]
-        return [jnp.where(carried, x, 0), jnp.where(carried, 0, x)]
+        return [x] if document is None else [jnp.where(begun > 0, 0, x), jnp.where(begun > 0, x, 0)]
 
-    by_value = judged_out = out = to_end = None
-    if gates.log_value_retention is not None:
-        by_value = channels.clipped(gates.log_value_retention, gates.mask)
-        judged_out, out, to_end = (left(of, by_value) for of in (judged_at, visible, strictly.T))
-    step_size = gates.step_size if gates.mask is None else jnp.where(gates.mask[:, None], gates.step_size, 0)
-    written = -engine.widened(step_size, keys.shape[1]) * keys
+    remaining, judged = left(by_key)
+    judged_out = out = to_end = None
+    if by_value is not None:
+        (out, judged_out), to_end = left(by_value), engine.widened(by_value.to_end(), width)
+    written = -engine.widened(gates.step_size, width) * keys
     written = written if gates.key_step_size is None else written * gates.key_step_size
-    # Before it forgets, a token reads what the one before it would.
-    judging = keys if decays_first else after(keys)
-    scores, overlap = channels.decayed_scores((x, judging), written, by_key, visible, rule.algorithm.steps)
-    overlap = jnp.where(strictly, overlap if decays_first else before(overlap), 0)
-    inverse = None
-    if not isinstance(rule.bias, biases.DotProduct):
-        slope = engine.widened(rule.bias.slope(gates.bias_gate), len(keys))
-        inverse = triangular.inverse(-slope * overlap)
-    remaining = left(visible, by_key)
+    solves = not isinstance(rule.bias, biases.DotProduct)
+    judging = [keys if decays_first else after(keys)] if solves or watch else []
+    scores, *overlap = by_key.scores((x, *judging), written, operand_dtype, rule.algorithm.steps)
+    overlap, inverse = overlap[0] if overlap else None, None
+    if overlap is not None and decays_first:
+        overlap = jnp.tril(overlap, -1)
+    elif overlap is not None:
+        overlap = before(overlap) if visible is None else jnp.where(visible, before(overlap), 0)
+    if solves:
+        inverse = invert(-engine.widened(rule.bias.slope(gates.bias_gate), tokens) * overlap)
+    lasting = written * engine.widened(by_key.to_end(), width)
     return Prepared(
         by_value=by_value,
-        judged=of_sources(keys * left(judged_at, by_key)),
+        judged=of_sources(keys * judged),
         read=of_sources(x * remaining),
-        kept=[decay[-1][:, None] for decay in of_sources(remaining)],
+        kept=[x[-1:].T for x in of_sources(remaining)],
         judged_out=judged_out,
         out=out,
         to_end=to_end,
-        written=jnp.where(visible[-1][:, None], written * left(strictly.T, by_key), 0),
+        written=lasting if document is None else jnp.where(begun < begun[-1:], 0, lasting),
         overlap=overlap,
         scores=scores,
         inverse=inverse,
@@ -114,48 +160,55 @@ def prepare_block(rule: MemoryRule, queries, keys, gates: Gates, resets) -> Prep
 
 
 def memorize(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
-    """One block: ((weights, momentum, anchor), reads, surprise) from its start state."""
-    queries, _, values, gates, resets, prepared = inputs
+    """One block: ((weights, momentum, anchor), reads, surprise) from its start state; no surprise if nothing is
+    judged."""
+    queries, _, values, gates, _, prepared = inputs
     operand_dtype, by_value, values = queries.dtype, prepared.by_value, engine.widen(values)
-    sources = [start.weights[0]] if resets is None else [start.weights[0], initial.weights[0]]
+    sources = [start.weights[0]] if len(prepared.read) == 1 else [start.weights[0], initial.weights[0]]
 
     def from_start(rows, out):
         """rows_t times what is left of the state that token t's document began with."""
         total = sum(engine.matmul(row, source, operand_dtype) for row, source in zip(rows, sources, strict=True))
         return total if out is None else total * out
 
-    slope = engine.widened(rule.bias.slope(gates.bias_gate), values.shape[1])
-    anchor_reads = from_start(prepared.judged, prepared.judged_out)
-    errors = slope * anchor_reads - values
+    def past(weights, stepped):
+        """The sum over past tokens i of weights_ti stepped_i times what is left of it."""
+        if by_value is None:
+            return engine.matmul(weights, stepped, operand_dtype)
+        return by_value.mix(weights, stepped, operand_dtype)
+
+    anchor_reads, errors = from_start(prepared.judged, prepared.judged_out), -values
     if prepared.inverse is not None:
-        system = -engine.widened(rule.bias.slope(gates.bias_gate), len(values)) * prepared.overlap
+        slopes = rule.bias.slope(gates.bias_gate)
+        errors = engine.widened(slopes, values.shape[1]) * anchor_reads - values
+        system = -engine.widened(slopes, len(values)) * prepared.overlap
         errors = triangular.solve(False, system, prepared.inverse, errors)
     stepped = errors if gates.value_step_size is None else errors * gates.value_step_size
-    # Read for the surprise only; without an error to judge, nothing above is needed.
-    if by_value is None:
-        anchor_reads += engine.matmul(prepared.overlap, stepped, operand_dtype)
-    else:  # by the token before
-        anchor_reads += before(channels.decayed_mix(after(prepared.overlap), stepped, by_value))
-    surprise = (rule.bias(anchor_reads, values, gates.bias_gate), jnp.linalg.norm(errors, axis=-1))
+    surprise = None
+    if prepared.overlap is not None:  # of value channels, by the token before
+        own = past(prepared.overlap, stepped) if by_value is None else before(past(after(prepared.overlap), stepped))
+        loss = rule.bias(anchor_reads + own, values, gates.bias_gate)
+        surprise = Surprise(*jax.lax.stop_gradient((loss, jnp.linalg.norm(errors, axis=-1))))
 
-    reads = from_start(prepared.read, prepared.out)
-    if by_value is None:
-        reads += engine.matmul(prepared.scores, stepped, operand_dtype)
-    else:
-        reads += channels.decayed_mix(prepared.scores, stepped, by_value)
-    of_columns = jnp.ones_like(values[-1:]) if by_value is None else prepared.out[-1:]
+    reads = from_start(prepared.read, prepared.out) + past(prepared.scores, stepped)
     kept = zip(prepared.kept, sources, strict=True)
-    kept = sum(engine.matmul(of_rows, of_columns, of_rows.dtype) * source for of_rows, source in kept)
+    kept = sum(engine.widened(of_rows, values.shape[1]) * source for of_rows, source in kept)
+    kept = kept if by_value is None else kept * prepared.out[-1:]
     stepped = stepped if by_value is None else stepped * prepared.to_end
     weights = (kept + engine.outer(prepared.written, stepped, operand_dtype),)
-    return (weights, (), weights), reads, Surprise(*jax.lax.stop_gradient(surprise))
+    return (weights, (), weights), reads, surprise
 
 
 def before(x: jax.Array) -> jax.Array:
     """Rows of the token before, 0 before the first."""
-    return jnp.pad(x[:-1], ((1, 0), (0, 0)))
+    return jnp.where(rows(x) == 0, 0, jnp.roll(x, 1, axis=0))
 
 
 def after(x: jax.Array) -> jax.Array:
     """Rows of the token after, 0 after the last."""
-    return jnp.pad(x[1:], ((0, 1), (0, 0)))
+    return jnp.where(rows(x) == len(x) - 1, 0, jnp.roll(x, -1, axis=0))
+
+
+def rows(x: jax.Array) -> jax.Array:
+    """The row of every number."""
+    return jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)

@@ -39,7 +39,7 @@ class Weighing:
             scores = engine.products(x, inner, operand_dtype)
             faded = x
         else:
-            scores = self.by_input.scores(x, inner, operand_dtype)
+            (scores,) = self.by_input.scores((x,), inner, operand_dtype)
             faded = x * self.by_input.since_start()
         past = scores * self.G
         if self.by_output is not None:

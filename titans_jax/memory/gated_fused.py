@@ -1,0 +1,60 @@
+"""The fused form of linear memories with gates of every channel: `gated_block` in the kernel.
+
+Steps, slopes and where documents begin come as rows of a block's tokens; what channels forget is summed in the kernel,
+by `borders`. The rest, solve and gradients included, is the chunked form's own block function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory import borders, gated_block, kernel, linear_block, triangular
+from titans_jax.memory.grid import Grid
+from titans_jax.memory.types import Gates, MemoryRule, MemoryState
+
+runs = gated_block.runs
+
+
+def tokens(rule: MemoryRule) -> int:
+    """Of a block."""
+    return linear_block.TOKENS_PER_BLOCK
+
+
+def folded(gates: Gates, width: int) -> Gates:
+    """`gated_block.folded`, with key retention of so many channels."""
+    gates = gated_block.folded(gates)
+    by_key = jnp.broadcast_to(gates.log_key_retention, (len(gates.log_key_retention), width))
+    return dataclasses.replace(gates, log_key_retention=by_key)
+
+
+def pack(rule: MemoryRule, layout: Grid, opens: bool) -> jax.Array:
+    """Step sizes of a layout in blocks, slopes of its bias and, with resets, `gated_block.count`, if any: rows [blocks,
+    1 .. 3, tokens]. No chunk stays open, as every token is one."""
+    *_, gates, resets = layout.inputs
+    rows = [x[..., 0] for x in (gates.step_size, gates.bias_gate) if x is not None]
+    rows += [] if resets is None else [gated_block.count(resets).astype(gates.step_size.dtype)]
+    return jnp.stack(rows, axis=1)
+
+
+def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, block: kernel.Chunks):
+    """As `kernel.run_chunk`, for a block; no chunk stays open."""
+    weights, _ = state
+    queries, keys, values = block.queries, block.keys, block.values
+    by_channel = {name: getattr(block, name) for name in kernel.CHANNELS}
+    rows, document = block.rows, None
+    if initial is not None:
+        rows, document = rows[:-1], jax.lax.stop_gradient(rows[-1:])
+    columns = rows.T
+    gates = Gates(None, None, columns[:, :1], None, columns[:, 1:] if len(rows) > 1 else None, **by_channel)
+    invert = functools.partial(triangular.inverse_in_kernel, operand_dtype=keys.dtype)
+    prepared = gated_block.prepare_block(rule, queries, keys, gates, document, borders.ChannelDecay, invert, watch)
+    start = MemoryState(weights, (), weights, 0)
+    fresh = None if initial is None else MemoryState(*initial, initial[0], 0)
+    inputs = queries, keys, values, gates, None, prepared
+    (weights, *_), reads, surprise = gated_block.memorize(rule, slow, start, fresh, inputs)
+    watched = jnp.stack([surprise.loss, surprise.cotangent_norm], axis=1) if watch else None
+    return (weights, ()), None, reads, watched
