@@ -5,6 +5,7 @@ older ones are removed only after that. This module adds the words: what was ski
 """
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -175,5 +176,5 @@ def _instead(steps: list[int]) -> str:
 def _cause(error: Exception) -> str:
     """The cause in words, without the many layers that TensorStore tells."""
     text = str(error).strip() or type(error).__name__
-    of_the_system = re.search(r"([^:]+) \[os_error_code=", text)
-    return of_the_system[1].strip() if of_the_system else text.splitlines()[0][:200]
+    code = re.search(r"os_error_code='(\d+)'", text)  # what stands around it varies
+    return os.strerror(int(code[1])) if code else text.splitlines()[0][:200]
