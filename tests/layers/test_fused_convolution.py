@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import child
 from titans_jax import sharding
 from titans_jax.config import ModelConfig
 from titans_jax.layers import CausalConvolution, fused_convolution
@@ -126,10 +125,7 @@ for a, b in zip(*map(jax.tree.leaves, found), strict=True):
 
 def test_four_devices_equal_one():
     """Rows over fsdp and channels over tensor: gradients of taps are summed over the rows of all devices."""
-    paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", MESH], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    child.run(MESH, os.path.dirname(__file__))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,13 @@ import functools
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import child
 from titans_jax.layers.attention import masked_attention
 from titans_jax.layers.blocked import KeyValues, blocked_attention
 from titans_jax.layers.splash import splash_attention, splash_masked_attention
@@ -178,22 +177,14 @@ for topology, fsdp, tensor, head_dim, dtype, window, time in {cases}:
 """
 
 
-def child(program, **environment):
-    paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths} | environment
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_four_devices_equal_the_blocked_form():
     """Rows over fsdp and heads over tensor: the prefix's gradient is summed over the rows of all devices."""
-    child(MESH)
+    child.run(MESH, os.path.dirname(__file__))
 
 
 def compile_for_tpu(*cases):
     """For each (topology, fsdp, tensor, head_dim, dtype, window, time): kernels, collectives, bytes of temporaries."""
-    return [json.loads(line) for line in child(TPU.replace("{cases}", repr(cases)), **DESCRIBED).splitlines()]
+    return [json.loads(line) for line in child.run(TPU.replace("{cases}", repr(cases)), **DESCRIBED).splitlines()]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install jax[tpu]")

@@ -4,8 +4,8 @@ In a process of its own, because the number of devices is fixed when JAX starts.
 """
 
 import os
-import subprocess
-import sys
+
+from tests import child
 
 PROGRAM = """
 import jax
@@ -34,7 +34,4 @@ for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True)
 
 
 def test_eight_devices_equal_one():
-    paths = [os.path.dirname(__file__), *sys.path]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    child.run(PROGRAM, os.path.dirname(__file__))

@@ -2,9 +2,7 @@
 optimizer's state lies. One process with eight devices for all, because their number is fixed when JAX starts.
 """
 
-import os
-import subprocess
-import sys
+from tests import child
 
 PROGRAM = """
 import dataclasses, functools
@@ -63,6 +61,4 @@ check(runs["offload"], runs["full"])
 
 
 def test_meshes_and_remat_policies_agree():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+    child.run(PROGRAM)
