@@ -16,6 +16,7 @@ from titans_jax.config import ModelConfig
 from titans_jax.layers.blocked import KeyValues, attend, blocked_attention
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, projection
+from titans_jax.layers.norms import side_by_side
 from titans_jax.layers.rotary import rotate
 from titans_jax.memory.platform import target_platform
 
@@ -133,24 +134,25 @@ class Attention(nnx.Module):
 
     def queries(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """[..., t, dim] -> [..., t, h, d], turned to int positions [..., t]."""
-        return checkpoint_name(rotate(self._split(self.query(x)), positions, self.rope_theta), "features")
+        return checkpoint_name(rotate(self.by_head(self.query(x)), positions, self.rope_theta), "features")
 
     def key_values(self, x: jax.Array, positions: jax.Array) -> KeyValues:
         """[..., t, dim] -> keys (turned to int positions [..., t]) and values [..., t, h, d]."""
-        keys = rotate(self._split(self.key(x)), positions, self.rope_theta)
-        return checkpoint_name(KeyValues(keys, self._split(self.value(x))), "features")
+        keys = rotate(self.by_head(self.key(x)), positions, self.rope_theta)
+        return checkpoint_name(KeyValues(keys, self.by_head(self.value(x))), "features")
 
     def prefix(self, persistent: jax.Array | None) -> KeyValues:
         """Keys and values [n, h, d] of persistent tokens [n, dim], or of none; they have no position."""
         if persistent is None:
             return KeyValues(*[jnp.zeros((0, self.num_heads, self.head_dim), self.dtype)] * 2)
-        return KeyValues(self._split(self.key(persistent)), self._split(self.value(persistent)))
+        return KeyValues(self.by_head(self.key(persistent)), self.by_head(self.value(persistent)))
 
     def merge(self, y: jax.Array) -> jax.Array:
         """[..., t, h, d] -> [..., t, dim], the output projection."""
-        return self.output(checkpoint_name(y.reshape(*y.shape[:-2], -1), "reads"))
+        return self.output(checkpoint_name(side_by_side(y), "reads"))
 
-    def _split(self, x: jax.Array) -> jax.Array:
+    def by_head(self, x: jax.Array) -> jax.Array:
+        """[..., heads head_dim] -> [..., heads, head_dim]."""
         return x.reshape(*x.shape[:-1], self.num_heads, self.head_dim)
 
 

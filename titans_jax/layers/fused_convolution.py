@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from titans_jax import sharding
 from titans_jax.layers.norms import L2_EPSILON
 from titans_jax.memory import engine
+from titans_jax.memory.kernel import largest_divisor
 from titans_jax.memory.platform import LANES, SUBLANES, target_platform
 
 STRIP = 64
@@ -72,16 +73,10 @@ def features(
     positions = jnp.broadcast_to(jnp.minimum(positions, BEFORE).astype(jnp.bfloat16)[..., None], (*x.shape[:2], LANES))
     before = jnp.pad(tail, ((0, 0), (BEFORE - tail.shape[1], 0), (0, 0)))
     taps = Taps(kernel.astype(jnp.float32), history.astype(jnp.float32))
-    run = functools.partial(over_tokens, options)
-    if not jax.sharding.get_abstract_mesh().empty:
-        rows = sharding.batch_axes(x.shape[0])
-        by_channel = PartitionSpec(rows, None, sharding.HEADS)
-        run = jax.shard_map(
-            run,
-            in_specs=(by_channel, by_channel, PartitionSpec(rows), PartitionSpec(None, sharding.HEADS)),
-            out_specs=by_channel,
-            check_vma=False,  # a Pallas call does not say over which axes its output varies
-        )
+    rows = sharding.batch_axes(x.shape[0])
+    by_channel = PartitionSpec(rows, None, sharding.HEADS)
+    specs = (by_channel, by_channel, PartitionSpec(rows), PartitionSpec(None, sharding.HEADS))
+    run = sharding.on_devices(functools.partial(over_tokens, options), specs, by_channel)
     return run(x, before, positions, taps)
 
 
@@ -136,7 +131,9 @@ def shifted(lag: int, rows: jax.Array) -> jax.Array:
 shifted.defvjp(lambda lag, rows: (shifted(lag, rows), None), lambda lag, _, d: (jnp.roll(d, -lag, axis=0),))
 
 
-def run_forward(options: Features, x, before, positions, taps: Taps) -> jax.Array:
+def run_forward(options: Features, *inputs) -> jax.Array:
+    """Of x, the rows before, positions and taps."""
+
     def kernel(x, previous, before, positions, same_head, taps, y):
         rows = rows_before(pl.program_id(1) == 0, before, previous)
         same_head, learned = jax.tree.map(lambda ref: ref[...], (same_head, taps))
@@ -147,8 +144,7 @@ def run_forward(options: Features, x, before, positions, taps: Taps) -> jax.Arra
             y[0, now] = found.astype(y.dtype)
             rows = strip_x[-SUBLANES:]
 
-    inputs = (x, x, before, positions, same_heads(options.width), taps)
-    return call(kernel, "features", options, inputs, x, [], backwards=False)
+    return call(kernel, "features", options, *inputs)
 
 
 def run_backward(options: Features, x, before, positions, taps: Taps, cotangent: jax.Array) -> tuple:
@@ -177,14 +173,7 @@ def run_backward(options: Features, x, before, positions, taps: Taps, cotangent:
         for ref, d in zip(d_taps, d_learned, strict=True):
             ref[0, 0] = d
 
-    steps, groups = x.shape[1] // tokens_of(x), x.shape[2] // lanes_of(options.width)
-    of_step = lambda a: jax.ShapeDtypeStruct((len(x), steps, *a.shape[-2:]), a.dtype)  # noqa: E731
-    inputs, outputs = (
-        (x, x, before, positions, same_heads(options.width), taps, cotangent),
-        (x, of_step(before), jax.tree.map(of_step, taps)),
-    )
-    scratch = [pltpu.VMEM((groups, SUBLANES, lanes_of(options.width)), jnp.float32)]
-    d_x, d_before, d_taps = call(kernel, "features_backward", options, inputs, outputs, scratch, backwards=True)
+    d_x, d_before, d_taps = call(kernel, "features_backward", options, x, before, positions, taps, cotangent)
     return d_x, d_before[:, 0], jax.tree.map(lambda d: jnp.sum(d, axis=(0, 1)), d_taps)
 
 
@@ -192,12 +181,6 @@ def same_heads(width: int | None) -> jax.Array | None:
     """`strip`'s, for heads of `width`."""
     head = None if width is None else jnp.arange(lanes_of(width), dtype=jnp.int32) // width
     return None if width is None else (head[:, None] == head[None]).astype(jnp.bfloat16)
-
-
-def tokens_of(x: jax.Array) -> int:
-    """Of a step: of a sequence's whole strips a divisor."""
-    strips = x.shape[1] // STRIP
-    return STRIP * max(n for n in range(1, MOST_TOKENS // STRIP + 1) if strips % n == 0)
 
 
 def rows_before(is_first, before, previous) -> jax.Array:
@@ -211,38 +194,43 @@ def spread(positions: jax.Array, lanes: int) -> jax.Array:
     return jnp.concatenate([positions.astype(jnp.float32)] * (lanes // LANES), axis=1)
 
 
-def call(kernel, name: str, options: Features, inputs: tuple, outputs, scratch: list, backwards: bool):
-    """Run over the grid (rows of the batch, tokens, channels) a kernel of references; of the inputs the first is x, the
-    second x again, of which it gets the rows before."""
-    x, lanes = inputs[0], lanes_of(options.width)
-    tokens = tokens_of(x)
-    steps = x.shape[1] // tokens
-    in_time = (lambda t: steps - 1 - t) if backwards else (lambda t: t)
+def call(kernel, name: str, options: Features, x, before, positions, taps: Taps, cotangent=None):
+    """Run a kernel of references over the grid (rows of the batch, tokens, channels): the forward one, or, with the
+    output's cotangent, the backward one, which takes the last tokens first and gives cotangents of every step."""
+    batch, time, channels = x.shape
+    lanes, tokens = lanes_of(options.width), STRIP * largest_divisor(time // STRIP, MOST_TOKENS // STRIP)
+    steps, groups, same_head = time // tokens, channels // lanes, same_heads(options.width)
+    at = (lambda t: t) if cotangent is None else (lambda t: steps - 1 - t)
 
-    def spec(a):
-        if a.shape == (lanes, lanes):  # same_head
-            return pl.BlockSpec(a.shape, lambda b, t, c: (0, 0))
-        if a.ndim == 2:  # taps
-            return pl.BlockSpec((a.shape[0], lanes), lambda b, t, c: (0, c))
-        if a.ndim == 4:  # gradients of every step
-            return pl.BlockSpec((1, 1, a.shape[2], lanes), lambda b, t, c: (b, in_time(t), 0, c))
-        if a.shape[1] == BEFORE < x.shape[1]:
-            return pl.BlockSpec((1, BEFORE, lanes), lambda b, t, c: (b, 0, c))
-        if a.shape == x.shape:
-            return pl.BlockSpec((1, tokens, lanes), lambda b, t, c: (b, in_time(t), c))
-        return pl.BlockSpec((1, tokens, LANES), lambda b, t, c: (b, in_time(t), 0))
+    by_token = pl.BlockSpec((1, tokens, lanes), lambda b, t, c: (b, at(t), c))
+    previous = pl.BlockSpec((1, BEFORE, lanes), lambda b, t, c: (b, jnp.maximum(at(t) * (tokens // BEFORE) - 1, 0), c))
+    first = pl.BlockSpec((1, BEFORE, lanes), lambda b, t, c: (b, 0, c))
+    for_all = pl.BlockSpec((1, tokens, LANES), lambda b, t, c: (b, at(t), 0))
+    whole = same_head if same_head is None else pl.BlockSpec(same_head.shape, lambda b, t, c: (0, 0))
+    by_channel = jax.tree.map(lambda tap: pl.BlockSpec((len(tap), lanes), lambda b, t, c: (0, c)), taps)
+    inputs, in_specs = (
+        (x, x, before, positions, same_head, taps),
+        (by_token, previous, first, for_all, whole, by_channel),
+    )
+    out_specs, out_shape, scratch = by_token, jax.ShapeDtypeStruct(x.shape, x.dtype), []
+    if cotangent is not None:
+        inputs, in_specs = (*inputs, cotangent), (*in_specs, by_token)
 
-    def previous(b, t, c):
-        return b, jnp.maximum(in_time(t) * (tokens // BEFORE) - 1, 0), c
+        def of_step(a):
+            return pl.BlockSpec((1, 1, a.shape[-2], lanes), lambda b, t, c: (b, at(t), 0, c))
 
-    in_specs = jax.tree.map(spec, inputs)
-    in_specs = (in_specs[0], pl.BlockSpec((1, BEFORE, lanes), previous), *in_specs[2:])
+        def each(a):
+            return jax.ShapeDtypeStruct((batch, steps, *a.shape[-2:]), a.dtype)
+
+        out_specs = (out_specs, *(jax.tree.map(of_step, tree) for tree in (before, taps)))
+        out_shape = (out_shape, *(jax.tree.map(each, tree) for tree in (before, taps)))
+        scratch = [pltpu.VMEM((groups, SUBLANES, lanes), jnp.float32)]
     return pl.pallas_call(
         kernel,
-        grid=(x.shape[0], steps, x.shape[2] // lanes),
+        grid=(batch, steps, groups),
         in_specs=in_specs,
-        out_specs=jax.tree.map(spec, outputs),
-        out_shape=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), outputs),
+        out_specs=out_specs,
+        out_shape=out_shape,
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
         interpret=target_platform() != "tpu",

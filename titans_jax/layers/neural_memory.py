@@ -26,7 +26,10 @@ from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.layers.memory_gates import GATES, MemoryGates
 from titans_jax.layers.norms import RMSNorm
-from titans_jax.sharding import BATCH, HEADS, batch_axes, constrain, logical
+from titans_jax.sharding import BATCH, HEADS, batch_axes, constrain, logical, on_devices
+
+READS = "memory_reads"
+"""Name, for policies of rematerialisation, of a memory's reads: nothing of their size costs as much to repeat."""
 
 
 class MemoryLayerState(NamedTuple):
@@ -166,7 +169,7 @@ class NeuralMemory(nnx.Module):
         """Reads [b, t, h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output projection."""
         # Held flat, or a TPU would take squares as the kernel has them, whose narrow heads fill no register.
         flat = jax.lax.optimization_barrier(reads.astype(self.dtype).reshape(*reads.shape[:-2], -1))
-        reads = checkpoint_name(flat, "memory_reads").reshape(reads.shape)
+        reads = checkpoint_name(flat, READS).reshape(reads.shape)
         y = self.norm(reads).reshape(flat.shape)
         return self.output_projection(y * jax.nn.silu(self.output_gate(x)))
 
@@ -248,10 +251,7 @@ class NeuralMemory(nnx.Module):
 
 
 def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
-    """`rows` of `_memorize` on every device for its own rows and heads: the compiler does not divide a kernel."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return rows
+    """`rows` of `_memorize` on every device for its own rows and heads."""
     across = batch_axes(batch)  # None for the persistent tokens: one row, read by all
     by_head, by_token = PartitionSpec(across, HEADS), PartitionSpec(across, None, HEADS)
     gates = dataclasses.replace(
@@ -261,11 +261,10 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
     def sharded(position, *arguments):
         static = isinstance(position, int)
         specs = (by_head, by_head, by_token, by_token, by_token, gates, PartitionSpec(across), by_head)
-        return jax.shard_map(
+        return on_devices(
             functools.partial(rows, position) if static else rows,
-            in_specs=specs if static else (PartitionSpec(), *specs),
-            out_specs=(by_token, by_head, by_token),
-            check_vma=False,  # a Pallas call does not say over which axes its output varies
+            specs if static else (PartitionSpec(), *specs),
+            (by_token, by_head, by_token),
         )(*(() if static else (position,)), *arguments)
 
     return sharded

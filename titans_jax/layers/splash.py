@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from titans_jax.layers.blocked import KeyValues
 from titans_jax.memory.platform import KERNELS, LANES
-from titans_jax.sharding import BATCH, HEADS
+from titans_jax.sharding import BATCH, HEADS, on_devices
 
 NOWHERE = -1
 """Document of rows that do not exist."""
@@ -81,15 +81,8 @@ def splash_masked_attention(
 
 def _per_device(attend: Callable, *specs: PartitionSpec) -> Callable:
     """`attend` of queries, past and arguments of further `specs`, on every device for its own rows and heads."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return attend
     rows = PartitionSpec(BATCH, None, HEADS)
-    return jax.shard_map(
-        attend,
-        in_specs=(rows, rows, *specs),
-        out_specs=rows,
-        check_vma=False,  # a Pallas call does not say over which axes its output varies
-    )
+    return on_devices(attend, (rows, rows, *specs), rows)
 
 
 def _attend(

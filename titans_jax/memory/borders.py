@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory import channels, engine, halvings
+from titans_jax.memory.grid import to_blocks
 from titans_jax.memory.platform import SUBLANES
 
 
@@ -116,14 +117,14 @@ def whole_registers(half: int) -> bool:
 
 def later(x: jax.Array, half: int) -> jax.Array:
     """Rows of the later halves, or all."""
-    return halvings.halves(to_parts(x, half))[1].reshape(-1, x.shape[1]) if whole_registers(half) else x
+    return halvings.halves(to_blocks(half, x))[1].reshape(-1, x.shape[1]) if whole_registers(half) else x
 
 
 def of_earlier(x: jax.Array, half: int) -> jax.Array:
     """All rows, 0 in later halves that are taken apart."""
     if not whole_registers(half):
         return x
-    earlier, _ = halvings.halves(to_parts(x, half))
+    earlier, _ = halvings.halves(to_blocks(half, x))
     return halvings.merge(earlier, jnp.zeros_like(earlier)).reshape(x.shape)
 
 
@@ -131,9 +132,5 @@ def add_to_later(x: jax.Array, more: jax.Array, half: int) -> jax.Array:
     """`more` added to the rows that `later` takes."""
     if not whole_registers(half):
         return x + more
-    earlier, late = halvings.halves(to_parts(x, half))
+    earlier, late = halvings.halves(to_blocks(half, x))
     return halvings.merge(earlier, late + more.reshape(late.shape)).reshape(x.shape)
-
-
-def to_parts(x: jax.Array, half: int) -> jax.Array:
-    return x.reshape(-1, half, x.shape[1])

@@ -21,6 +21,7 @@ from titans_jax.config import MEMORY_BLOCKS, ModelConfig, memory_rule
 from titans_jax.layers import documents as layout
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import INIT_STDDEV, compute_dtype, param_dtype, projection
+from titans_jax.layers.neural_memory import READS
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.models.attention_block import AttentionBlock, WindowBlock
 from titans_jax.models.lmm import LMM
@@ -42,8 +43,6 @@ BLOCKS: dict[str, type[nnx.Module]] = {
     block(x, state=None, documents=None) -> x, state, report         x [batch, time, dim]; report {} without memory
 """
 
-READS = "memory_reads"
-"""What a memory layer names its reads, which cost more to repeat than anything of their size."""
 NAMES = ("features", "reads", READS)
 """Activations that layers name: queries, keys and values of attention and memory, and what these return."""
 

@@ -34,7 +34,7 @@ from titans_jax.layers.documents import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
-from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.persistent import PersistentTokens
 from titans_jax.memory.platform import KERNELS
 from titans_jax.sharding import BATCH, constrain
@@ -97,7 +97,7 @@ class MAC(nnx.Module):
                 lambda: self._segments(normed, state),
                 lambda: self._token_by_token(normed, state),
             )
-        x = x + self.merge(y, self.memory.output(y, self._by_head(reads)))
+        x = x + self.merge(y, self.memory.output(y, self.attention.by_head(reads)))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
@@ -197,7 +197,7 @@ class MAC(nnx.Module):
         """What x [b, t, dim] at `positions` [t] of its segment decides alone, and the next convolution tail."""
         recall, tail = self.memory.query(x, tail, documents, initial_tail)
         rows = Rows(recall, self.attention.queries(x, positions), self.attention.key_values(x, positions))
-        return jax.tree.map(_flat, rows), tail
+        return jax.tree.map(side_by_side, rows), tail
 
     def _attend_and_write(
         self,
@@ -223,7 +223,7 @@ class MAC(nnx.Module):
           the memory after y; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
         """
         batch, time, _ = rows.recall.shape
-        rows = jax.tree.map(self._by_head, rows)
+        rows = jax.tree.map(self.attention.by_head, rows)
         positions = index + np.arange(time, dtype=np.int32)
         h = self.recall_norm(self.memory.retrieve(weights, rows.recall)).astype(self.attention.dtype)
         h = constrain(h.reshape(batch, time, -1), BATCH, None, None)
@@ -242,16 +242,7 @@ class MAC(nnx.Module):
         written = dataclasses.replace(memory.memory, position=index * rule.algorithm.steps % rule.chunk_size)
         reads, memory, report = self.memory.memorize(y, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
-        return memory, (y, _flat(reads), context, report)
-
-    def _by_head(self, rows: jax.Array) -> jax.Array:
-        """`_flat` undone."""
-        return rows.reshape(*rows.shape[:2], self.attention.num_heads, self.attention.head_dim)
-
-
-def _flat(rows: jax.Array) -> jax.Array:
-    """[b, t, heads, head_dim] -> [b, t, heads head_dim]."""
-    return rows.reshape(*rows.shape[:2], -1)
+        return memory, (y, side_by_side(reads), context, report)
 
 
 def _cut(segments: int, segment: int, rows: jax.Array) -> jax.Array:

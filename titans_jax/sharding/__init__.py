@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from flax import nnx
@@ -97,7 +98,15 @@ def logical(init: Callable, *axes: str | None) -> Callable:
 def batch_axes(rows: int) -> tuple[str, ...] | None:
     """Mesh axes over which so many rows are spread, None where they do not divide."""
     shape = jax.sharding.get_abstract_mesh().shape
-    return BATCH if rows % math.prod(shape[axis] for axis in BATCH) == 0 else None
+    return BATCH if rows % math.prod(shape.get(axis, 1) for axis in BATCH) == 0 else None
+
+
+def on_devices(function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+    """`function` on every device for its own part, as the compiler divides no kernel; itself while no mesh is set."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+    # A Pallas call does not say over which axes its output varies.
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
