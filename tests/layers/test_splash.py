@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests import child
-from titans_jax.layers.attention import masked_attention
 from titans_jax.layers.blocked import KeyValues, blocked_attention
-from titans_jax.layers.splash import splash_attention, splash_masked_attention
+from titans_jax.layers.splash import splash_attention
 
 BATCH, HEADS = 2, 2
 
@@ -91,35 +90,6 @@ def test_history_comes_before_the_queries(window, seen):
 
     actual = jax.jit(lambda seen: run(splash_attention, seen, interpret=True))(jnp.int32(seen))
     np.testing.assert_allclose(actual, run(blocked_attention, seen), atol=1e-5)
-
-
-# A segment of MAC: two rows of the past at every place, and a prefix. One block of keys (one backward kernel; 100
-# queries are padded to 128), or two of 640 keys and of 384 queries.
-@pytest.mark.parametrize("time, num_prefix", [(100, 16), (128, 0), (600, 3)])
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 6e-3)])
-def test_masked_equals_plain_attention(time, num_prefix, dtype, tolerance):
-    queries, *x, prefix_keys, prefix_values = operands(time, 48, num_prefix)
-    h = [rows(seed, *queries.shape) for seed in (8, 9)]
-    exact = [a.astype(jnp.bfloat16).astype(jnp.float32) for a in (queries, *h, *x, prefix_keys, prefix_values)]
-    causal = np.tril(np.ones((time, time), bool))
-    visible = np.concatenate([causal, causal, np.ones((time, num_prefix), bool)], axis=1)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(form, *operands):
-        def attention(queries, h_keys, h_values, keys, values, *prefix):
-            prefix = (jnp.broadcast_to(a, (BATCH, *a.shape)) for a in prefix)
-            parts = zip((h_keys, h_values), (keys, values), prefix, strict=True)
-            past = KeyValues(*(jnp.concatenate(part, axis=1) for part in parts))
-            return form(queries, past, visible)
-
-        output, backward = jax.vjp(attention, *operands)
-        return output, *backward(rows(5, *output.shape).astype(output.dtype))
-
-    actual = run(functools.partial(splash_masked_attention, interpret=True), *(a.astype(dtype) for a in exact))
-    wanted = run(masked_attention, *exact)
-    for number, (a, b) in enumerate(zip(actual, wanted, strict=True)):
-        error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)
-        assert error < tolerance, (number, float(error))
 
 
 MESH = """

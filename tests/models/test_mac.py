@@ -1,10 +1,11 @@
 """MAC's attention as a kernel."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import small_models as small
 
-from titans_jax.layers.splash import splash_masked_attention
+from titans_jax.layers.fused_segment import fused_segment_attention
 from titans_jax.models import mac
 
 
@@ -16,13 +17,13 @@ def test_attention_as_a_kernel_changes_nothing(monkeypatch):
     def forward():
         return np.array(small.compiled(lambda tokens, ids: model(tokens, ids))(tokens, ids))[np.array(ids) > 0]
 
-    plain, masks = forward(), []
+    plain, seen = forward(), []
 
-    def attention(queries, past, visible):
-        masks.append(visible)
-        return splash_masked_attention(queries, past, visible, interpret=True)
+    def attention(queries, context, prefix, index):
+        assert index == 0  # known before it runs, as the kernel needs it
+        seen.append([rows.shape[1] for rows in jax.tree.leaves((queries, context, prefix))])
+        return fused_segment_attention(queries, context, prefix)
 
-    monkeypatch.setattr(mac, "masked_attention", attention)
+    monkeypatch.setattr(mac, "segment_attention", attention)
     np.testing.assert_allclose(forward(), plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
-    assert [mask.shape for mask in masks] == [(size, 2 * size + 3) for size in (small.SEGMENT, 22 % small.SEGMENT)]
-    assert all(isinstance(mask, np.ndarray) for mask in masks)  # known before it runs, as the kernel needs it
+    assert seen == [[size] * 5 + [3, 3] for size in (small.SEGMENT, 22 % small.SEGMENT)]

@@ -1,6 +1,7 @@
 """Multi-head causal attention: full or in a sliding window, with a prefix every token sees.
 
-`causal_attention` is attention over a sequence, `masked_attention` under a mask, `Attention` the layer with its cache.
+`causal_attention` is attention over a sequence, `segment_attention` inside a segment of MAC, `Attention` the layer with
+its cache.
 Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
 """
 
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.config import ModelConfig
+from titans_jax.layers import fused_segment
 from titans_jax.layers.blocked import KeyValues, attend, blocked_attention
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, projection
@@ -52,17 +54,30 @@ def causal_attention(
     return form(queries, past, prefix, window, history_seen=history_seen, documents=documents)
 
 
-def masked_attention(queries: jax.Array, past: KeyValues, visible: np.ndarray | jax.Array) -> jax.Array:
-    """Each query [b, t, h, d] sees the rows of past [b, s, h, d] that `visible`, bool [t, s], shows it: [b, t, h, d].
+def segment_attention(
+    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+) -> jax.Array:
+    """Each query sees the prefix, and the rows of both contexts up to its own place: [b, t, h, d].
 
-    On TPU the splash kernel if `visible` is numpy's, known while the program is traced; elsewhere plain JAX.
+    On TPU a kernel, if what a query sees is known while the program is traced; elsewhere plain JAX.
+
+    Args:
+      queries: [b, t, h, d], from place `index` of a segment on.
+      context: [b, s, h, d], the segment's from its first place on.
+      prefix: [b, n, h, d].
     """
-    if target_platform() == "tpu" and isinstance(visible, np.ndarray):
-        from titans_jax.layers.splash import splash_masked_attention
+    (time, places), seen = (rows.shape[1] for rows in (queries, context[0].keys)), prefix.keys.shape[1]
+    place = np.arange(places, dtype=np.int32)
+    now = index + np.arange(time, dtype=np.int32)[:, None]
+    visible = np.concatenate([place, place, np.zeros(seen, np.int32)])[None] <= now
+    past = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *context, prefix)
+    if target_platform() != "tpu" or isinstance(visible, jax.Array):
+        return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), jnp.asarray(visible)[None])
+    if time == places <= fused_segment.MOST_TOKENS:
+        return fused_segment.fused_segment_attention(queries, context, prefix)
+    from titans_jax.layers.splash import splash_masked_attention
 
-        return splash_masked_attention(queries, past, visible)
-    prefix = KeyValues(*(rows[0, :0] for rows in past))
-    return attend(queries, past, prefix, jnp.asarray(visible)[None])
+    return splash_masked_attention(queries, past, visible)
 
 
 class Attention(nnx.Module):

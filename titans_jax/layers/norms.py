@@ -56,7 +56,7 @@ def normalize(x: jax.Array, dtype, count: int, epsilon: float, scale: jax.Array 
 
 def side_by_side(x: jax.Array) -> jax.Array:
     """[..., heads, width] -> [..., heads * width]."""
-    return x.reshape(*x.shape[:-2], -1)
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def by_sums(squares: jax.Array, count: int, epsilon: float) -> jax.Array:

@@ -28,7 +28,7 @@ import numpy as np
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention import Attention, masked_attention
+from titans_jax.layers.attention import Attention, segment_attention
 from titans_jax.layers.blocked import KeyValues
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.feed_forward import FeedForward
@@ -233,10 +233,7 @@ class MAC(nnx.Module):
         else:
             write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=index, axis=1)
             context = jax.tree.map(write, context, new)
-        past = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *context, prefix)
-        place = np.arange(context[0].keys.shape[1], dtype=np.int32)
-        places = np.concatenate([place, place, np.zeros(prefix.keys.shape[1], np.int32)])  # all see the prefix
-        y = self.attention.merge(masked_attention(rows.queries, past, places[None] <= positions[:, None]))
+        y = self.attention.merge(segment_attention(rows.queries, context, prefix, index))
 
         rule = self.memory.rule
         written = dataclasses.replace(memory.memory, position=index * rule.algorithm.steps % rule.chunk_size)
