@@ -52,21 +52,15 @@ def memorize(
     exact = next((path for path in EXACT if path.runs(rule, gates)), None)
     if exact is not None:
         tokens, pack, block = exact.tokens(rule), exact.pack, exact.run_block
-    if exact is gated_fused:
-        gates = gated_fused.folded(gates, queries.shape[1])
     layout = lay_out(size, tokens, state, queries, keys, values, gates, resets)
     queries, keys, values, gates, resets = layout.inputs
     if layout.valid is not None:  # padding or a reset that broke the grid's rules: NaN, never silently wrong
         gates = dataclasses.replace(gates, step_size=jnp.where(layout.valid, gates.step_size, jnp.nan))
         layout = dataclasses.replace(layout, inputs=(queries, keys, values, gates, resets))
     opens = follow and layout.last is not None and size > 1
-    rows = pack(rule, layout, opens)
-    by_channel = {name: getattr(gates, name) for name in kernel.CHANNELS}
-    for name in ("log_key_retention", "log_value_retention"):
-        if by_channel[name] is not None:
-            by_channel[name] = jax.vmap(channels.clipped)(by_channel[name], gates.mask)
-    bias_gate = None if exact is gated_fused else gates.bias_gate  # which is in the rows
-    chunks = Chunks(queries, keys, values, rows, bias_gate, **by_channel)
+    rows, others = pack(rule, layout, opens)
+    by_channel = {name: getattr(others, name) for name in kernel.CHANNELS}
+    chunks = Chunks(queries, keys, values, rows, others.bias_gate, **by_channel)
     between_chunks = starts_chunk(state) or size == 1
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(
@@ -90,14 +84,17 @@ def memorize(
     return layout.unplace(found.reads), after, surprise
 
 
-def pack_chunks(rule: MemoryRule, layout: Grid, opens: bool) -> jax.Array:
-    """`kernel.pack` of a layout in chunks, with flags of a document's first chunks and, if `opens`, of the one that
-    stays open."""
+def pack_chunks(rule: MemoryRule, layout: Grid, opens: bool) -> tuple[jax.Array, Gates]:
+    """Of a layout in chunks `kernel.pack`, with flags of a document's first chunks and, if `opens`, of the one that
+    stays open; and the gates that are not in it."""
     *_, gates, resets = layout.inputs
     flags = [] if resets is None else [resets[:, 0]]
     if opens:
         flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // rule.chunk_size)
-    return kernel.pack(gates, flags)
+    names = ("log_key_retention", "log_value_retention")
+    by_channel = {name: x for name in names if (x := getattr(gates, name)) is not None}
+    by_channel = {name: jax.vmap(channels.clipped)(x, gates.mask) for name, x in by_channel.items()}
+    return kernel.pack(gates, flags), dataclasses.replace(gates, **by_channel)
 
 
 # One function of many heads, with a gradient of its own, whatever it is vmapped over

@@ -24,20 +24,15 @@ def tokens(rule: MemoryRule) -> int:
     return linear_block.TOKENS_PER_BLOCK
 
 
-def folded(gates: Gates, width: int) -> Gates:
-    """`gated_block.folded`, with key retention of so many channels."""
-    gates = gated_block.folded(gates)
-    by_key = jnp.broadcast_to(gates.log_key_retention, (len(gates.log_key_retention), width))
-    return dataclasses.replace(gates, log_key_retention=by_key)
-
-
-def pack(rule: MemoryRule, layout: Grid, opens: bool) -> jax.Array:
-    """Step sizes of a layout in blocks, slopes of its bias and, with resets, `gated_block.count`, if any: rows [blocks,
-    1 .. 3, tokens]. No chunk stays open, as every token is one."""
-    *_, gates, resets = layout.inputs
+def pack(rule: MemoryRule, layout: Grid, opens: bool) -> tuple[jax.Array, Gates]:
+    """Of a layout in blocks, gates `gated_block.folded`: step sizes, slopes of the bias and, with resets, `count`, if
+    any, as rows [blocks, 1 .. 3, tokens], and the others. No chunk stays open, as every token is one."""
+    queries, *_, gates, resets = layout.inputs
+    gates = jax.vmap(gated_block.folded)(gates)
     rows = [x[..., 0] for x in (gates.step_size, gates.bias_gate) if x is not None]
     rows += [] if resets is None else [gated_block.count(resets).astype(gates.step_size.dtype)]
-    return jnp.stack(rows, axis=1)
+    by_key = jnp.broadcast_to(gates.log_key_retention, queries.shape)
+    return jnp.stack(rows, axis=1), dataclasses.replace(gates, log_key_retention=by_key, bias_gate=None)
 
 
 def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, block: kernel.Chunks):

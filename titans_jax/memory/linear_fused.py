@@ -29,16 +29,16 @@ def tokens(rule: MemoryRule) -> int:
     return max(rule.chunk_size, linear_block.TOKENS_PER_BLOCK)
 
 
-def pack(rule: MemoryRule, layout: Grid, opens: bool) -> jax.Array:
-    """`kernel.pack` of a layout in blocks, with documents' starts and, if `opens`, the token that opens the last
-    chunk."""
+def pack(rule: MemoryRule, layout: Grid, opens: bool) -> tuple[jax.Array, Gates]:
+    """Of a layout in blocks `kernel.pack`, with documents' starts and, if `opens`, the token that opens the last chunk;
+    and the gates that are not in it."""
     *_, gates, resets = layout.inputs
     blocks, size = gates.step_size.shape[:2]
     others = [] if resets is None else [jnp.repeat(resets[:, :: rule.chunk_size], rule.chunk_size, axis=1)]
     if opens:
         slots = jnp.arange(blocks * size, dtype=jnp.int32).reshape(blocks, size)
         others.append(slots == layout.last // rule.chunk_size * rule.chunk_size)
-    return kernel.pack(gates, others, resets)
+    return kernel.pack(gates, others, resets), gates
 
 
 def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, block: kernel.Chunks):
