@@ -127,20 +127,18 @@ def test_documents_begin_after_the_persistent_tokens():
 
 def test_hgrn2_keeps_at_least_its_lower_bound():
     """bound + (1 - bound) gate of every channel in numpy float64, and the key is what it forgets."""
-    config = dataclasses.replace(CONFIG, dtype="float64", memory=MemoryConfig(preset="hgrn2", gate_rank=2))
+    config = dataclasses.replace(CONFIG, dtype="float64", memory=MemoryConfig(preset="hgrn2"))
     with jax.enable_x64(True):
         gates = MemoryGates(config, memory_rule(config.memory), rngs=nnx.Rngs(0))
         generator = np.random.default_rng(0)
-        x, bound = 50 * generator.normal(size=(1, 5, 8)), generator.normal(size=(2, 4))
+        bound, projected = generator.normal(size=(2, 4)), 5 * generator.normal(size=(1, 5, 2, 4))
         gates.lower_bound[...] = jnp.asarray(bound)
-        gates.down[...] = jnp.asarray(generator.normal(size=(8, 2)))
-        gates.up[...] = jnp.asarray(generator.normal(size=(2, 1, 2, 4)))
-        keys, _, found = gates(jnp.asarray(x), None, jnp.zeros((1, 5, 2, 4)))
+        keys, _, found = gates(jnp.zeros((1, 5, 8)), jnp.asarray(projected), jnp.zeros((1, 5, 2, 4)))
 
     def sigmoid(x):
         return 1 / (1 + np.exp(-x))
 
-    logits = np.einsum("btd,dr,rhc->bthc", x / np.sqrt(8), gates.down[...], gates.up[...][:, 0]) - 3
+    logits = projected - 5
     retention = sigmoid(bound) + (1 - sigmoid(bound)) * sigmoid(-logits)
     assert np.ptp(sigmoid(logits)) > 0.9
     np.testing.assert_allclose(np.exp(found.log_key_retention), retention, rtol=1e-12)

@@ -50,7 +50,8 @@ class GateChoices:
     softmax over the layers, from 0 in the first; as layers share no parameters, each learns its own here, from 1/2.
     bias_gate: the threshold of a Huber bias is per channel, softplus of a logit. Any other bias with a number of its
     own (and Huber's where this is False) gets one per head in the same way; both start at 1.
-    keys: "projected"; "complement", 1 - retention (HGRN2); "removal", a removal and a replacement key (RWKV-7).
+    keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
+    rank); "removal", a removal and a replacement key (RWKV-7).
     """
 
     retention: Literal["forget", "rate", "retnet", "lightning", "keep"] = "keep"
@@ -73,7 +74,7 @@ GATES = {
     "lightning_attention": GateChoices("lightning"),
     "gla": GateChoices(key="gla"),
     "mamba2": GateChoices("rate", "rate"),
-    "hgrn2": GateChoices(key="forget", lower_bound=True, keys="complement", forget_bias=-3.0),
+    "hgrn2": GateChoices(key="forget", lower_bound=True, keys="complement"),
     "deltanet": GateChoices(step_size="sigmoid"),
     "longhorn": GateChoices(step_size="softplus"),
     "ttt_linear": GateChoices(step_size="bounded"),
@@ -128,6 +129,9 @@ class MemoryGates(nnx.Module):
             self.down = nnx.Param(down(rngs.params(), (config.dim, config.memory.gate_rank), dtype))
             self.up = nnx.Param(up(rngs.params(), (config.memory.gate_rank, *shape), dtype))
             self.channel_bias = nnx.Param(logical(lambda: start, None, "heads", None)())
+        if choices.keys == "complement":
+            bias = logical(initializers.constant(choices.forget_bias), "heads", None)
+            self.forget_bias = nnx.Param(bias(rngs.params(), (heads, config.head_dim), dtype))
         if choices.lower_bound:
             bound = logical(initializers.zeros, "heads", None)
             self.lower_bound = nnx.Param(bound(rngs.params(), (heads, config.head_dim), dtype))
@@ -136,9 +140,11 @@ class MemoryGates(nnx.Module):
             self.removal = nnx.Param(ones(rngs.params(), (heads, config.head_dim), dtype))
             self.replacement = nnx.Param(ones(rngs.params(), (heads, config.head_dim), dtype))
 
-    def __call__(self, x: jax.Array, keys: jax.Array | None, values: jax.Array, mask: jax.Array | None = None):
+    def __call__(self, x: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array | None = None):
         """x [b, t, dim], keys, values [b, t, h, (n,) d], mask bool [b, t] -> (keys, values, gates [b, t, h, ...])."""
         logits, shape = self.logits(x), values.shape[:3]
+        if self.choices.keys == "complement":
+            logits["key"] = keys.astype(self.dtype) + self.forget_bias[...][None, None]
         channel = {}
         if self.choices.key:
             channel["log_key_retention"] = log_retention(self.choices.key, logits["key"])
@@ -257,7 +263,7 @@ def channel_gates(choices: GateChoices, rule: memory.MemoryRule) -> dict[str, fl
     forget = {"forget": choices.forget_bias, "gla": 0.0, "rwkv": -3.0}
     found = {}
     for side, kind in (("key", choices.key), ("value", choices.value)):
-        if kind:
+        if kind and not (side == "key" and choices.keys == "complement"):
             found[side] = forget[kind]
     for side in tuple(found) if choices.channel_steps else ():
         found[f"{side}_step"] = 0.0

@@ -42,13 +42,13 @@ class MemoryLayerState(NamedTuple):
 class MemoryInput(nnx.Module):
     """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
 
-    With several copies, one for each inner step of a token: [b, t, h, copies, d].
+    With several copies, one for each inner step of a token: [b, t, h, copies, d]. As logits, without SiLU.
     """
 
-    def __init__(self, config: ModelConfig, *, unit_norm: bool, copies: int = 1, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, unit_norm: bool, logits: bool = False, copies: int = 1, rngs: nnx.Rngs):
         width = config.num_heads * copies * config.head_dim
         self.heads = (config.num_heads, *[copies] * (copies > 1), config.head_dim)
-        self.activation, self.unit_norm = config.memory.activation, unit_norm
+        self.activation, self.unit_norm = config.memory.activation and not logits, unit_norm
         self.projection = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.convolution = CausalConvolution(config, width, rngs=rngs)
 
@@ -77,7 +77,8 @@ class NeuralMemory(nnx.Module):
         made = GATES[config.memory.preset].keys
         copies = self.rule.algorithm.steps if made == "projected" else 1
         projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
-        self.key = None if made == "complement" else projected(unit_norm=True)  # of gates, not of a projection
+        gate = made == "complement"  # what a key's channel forgets decides both
+        self.key = projected(unit_norm=not gate, logits=gate)
         self.value = projected(unit_norm=False)
 
         keys = jax.random.split(rngs.params(), config.num_heads)
@@ -144,16 +145,15 @@ class NeuralMemory(nnx.Module):
         resets = None
         if documents is not None:
             mask, resets = documents.mask, documents.starts
-        keys, values, gates = self.gates(x, features.get("key"), features["value"], mask)
+        keys, values, gates = self.gates(x, features["key"], features["value"], mask)
         reads, after, surprise = self._memorize(
             state.memory, features["query"], keys, values, gates, resets, None if start is None else start.memory
         )
         return reads, MemoryLayerState(after, tails), _report(gates, surprise, after)
 
     def inputs(self) -> dict[str, MemoryInput]:
-        """The projections that a token goes through: query, key (where keys are projected) and value."""
-        found = {"query": self.query, "key": self.key, "value": self.value}
-        return {name: module for name, module in found.items() if module is not None}
+        """The projections that a token goes through."""
+        return {"query": self.query, "key": self.key, "value": self.value}
 
     def retrieve(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
         """Read weights [b, h, ...] with queries [b, t, h, d] and change nothing: [b, t, h, d]."""
