@@ -133,8 +133,16 @@ def test_compiles_for_tpus_that_are_not_here():
         ("v5p:2x2x1", 1, 1, 48, "float32", 200),
         ("v6e:2x2", 1, 1, 128, "bfloat16", 300),
         ("tpu7x:2x2x1", 1, 1, 256, "bfloat16", 256),
-        ("v5e:2x2", 1, 1, 64, "bfloat16", 1152),  # longer than the kernel takes
+        ("v5p:2x2x1", 1, 1, 64, "bfloat16", 1024),  # the most tokens
+        ("v5e:2x2", 1, 1, 64, "bfloat16", 1152),  # more than the kernel takes
+        ("v5p:2x2x1", 1, 1, 64, "float32", 1024),
     )
-    *fused, long = map(json.loads, child.run(TPU.replace("{cases}", repr(cases)), **test_splash.DESCRIBED).splitlines())
-    assert fused == [[["segment_attention", "segment_attention_backward"], []]] * 4  # no device needs another's rows
-    assert long[0] == [f"splash_mha_{kernel}" for kernel in ("dkv_no_residuals", "dq_no_residuals", "fwd_residuals")]
+    *fused, longer, wider = map(
+        json.loads, child.run(TPU.replace("{cases}", repr(cases)), **test_splash.DESCRIBED).splitlines()
+    )
+    assert fused == [[["segment_attention", "segment_attention_backward"], []]] * 5  # no device needs another's rows
+    assert (
+        longer[0]
+        == wider[0]
+        == [f"splash_mha_{kernel}" for kernel in ("dkv_no_residuals", "dq_no_residuals", "fwd_residuals")]
+    )

@@ -73,7 +73,7 @@ def segment_attention(
     past = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *context, prefix)
     if target_platform() != "tpu" or isinstance(visible, jax.Array):
         return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), jnp.asarray(visible)[None])
-    if time == places <= fused_segment.MOST_TOKENS:
+    if time == places and fused_segment.runs(queries, prefix):
         return fused_segment.fused_segment_attention(queries, context, prefix)
     from titans_jax.layers.splash import splash_masked_attention
 

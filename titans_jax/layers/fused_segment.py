@@ -28,10 +28,28 @@ QUERIES = LANES
 """Queries at a time; a segment is padded to whole ones."""
 MOST_TOKENS = 1024
 """Of a segment: a step's program grows with their square."""
+MOST_LOGITS = {2: 1_200_000, 4: 300_000}
+"""Of some queries of a step's heads, by bytes of an operand: with more, v5p's VMEM is too small, or the compiler takes
+many minutes."""
 PREFIX_TOKENS = 16
 """A prefix is padded to whole ones of these, a tile of bfloat16."""
 HIDDEN = -1e30
 """Added to the logit of a key that a query does not see."""
+
+
+def runs(queries: jax.Array, prefix: KeyValues) -> bool:
+    """Whether there is a kernel for a whole segment of these queries [b, t, h, d]."""
+    _, time, heads, head_dim = queries.shape
+    heads //= jax.sharding.get_abstract_mesh().shape.get(HEADS, 1)
+    logits = lanes_of(heads * head_dim, head_dim) // head_dim * QUERIES * (2 * time + prefix.keys.shape[1])
+    fits = time <= MOST_TOKENS and logits <= MOST_LOGITS[queries.dtype.itemsize]
+    return fits and target_platform() == "tpu"
+
+
+def lanes_of(width: int, head_dim: int) -> int:
+    """Of a step: heads that fill registers, or all."""
+    lanes = math.lcm(LANES, head_dim)
+    return width if width % lanes else lanes
 
 
 def fused_segment_attention(queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues) -> jax.Array:
@@ -140,8 +158,7 @@ def run_backward(head_dim: int, seen: int, queries: jax.Array, past: tuple[KeyVa
 def call(kernel, name: str, head_dim: int, inputs: tuple, outputs, scratch):
     """Run a kernel of references over the grid (rows of the batch, heads that fill the lanes)."""
     batch, _, width = inputs[0].shape
-    lanes = math.lcm(LANES, head_dim)
-    lanes = width if width % lanes else lanes
+    lanes = lanes_of(width, head_dim)
 
     def spec(x):
         return pl.BlockSpec((None, x.shape[1], lanes), lambda b, g: (b, 0, g))
