@@ -2,7 +2,7 @@
 
     titans train hgrn2_small
 
-1,809,152 parameters, on the source of the running Python's own standard library, read as bytes.
+1,909,504 parameters, on the source of the running Python's own standard library, read as bytes.
 """
 
 from titans_jax.presets import small
