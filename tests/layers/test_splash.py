@@ -152,16 +152,16 @@ def test_four_devices_equal_the_blocked_form():
     child.run(MESH, os.path.dirname(__file__))
 
 
-def compile_for_tpu(*cases):
-    """For each (topology, fsdp, tensor, head_dim, dtype, window, time): kernels, collectives, bytes of temporaries."""
-    return [json.loads(line) for line in child.run(TPU.replace("{cases}", repr(cases)), **DESCRIBED).splitlines()]
+def compile_for_tpu(program, *cases):
+    """What a program says of each of its cases."""
+    return [json.loads(line) for line in child.run(program.replace("{cases}", repr(cases)), **DESCRIBED).splitlines()]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install jax[tpu]")
 def test_compiles_for_a_tpu_that_is_not_here():
     time = 8192
     one, four = compile_for_tpu(
-        ("v5e:2x2", 1, 1, 48, "bfloat16", 300, 1000), ("v5e:2x2", 2, 2, 64, "bfloat16", 2048, time)
+        TPU, ("v5e:2x2", 1, 1, 48, "bfloat16", 300, 1000), ("v5e:2x2", 2, 2, 64, "bfloat16", 2048, time)
     )
     assert one[0] == four[0] == ["dkv", "dq", "fwd"]  # the choice fell on splash, forward and backward
     assert one[1] == []

@@ -67,17 +67,18 @@ def segment_attention(
       prefix: [b, n, h, d].
     """
     (time, places), seen = (rows.shape[1] for rows in (queries, context[0].keys)), prefix.keys.shape[1]
+    known = isinstance(index, int)
+    if known and time == places and fused_segment.runs(queries, prefix):
+        return fused_segment.fused_segment_attention(queries, context, prefix)
     place = np.arange(places, dtype=np.int32)
     now = index + np.arange(time, dtype=np.int32)[:, None]
     visible = np.concatenate([place, place, np.zeros(seen, np.int32)])[None] <= now
     past = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *context, prefix)
-    if target_platform() != "tpu" or isinstance(visible, jax.Array):
-        return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), jnp.asarray(visible)[None])
-    if time == places and fused_segment.runs(queries, prefix):
-        return fused_segment.fused_segment_attention(queries, context, prefix)
-    from titans_jax.layers.splash import splash_masked_attention
+    if known and target_platform() == "tpu":
+        from titans_jax.layers.splash import splash_masked_attention
 
-    return splash_masked_attention(queries, past, visible)
+        return splash_masked_attention(queries, past, visible)
+    return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), jnp.asarray(visible)[None])
 
 
 class Attention(nnx.Module):

@@ -48,7 +48,7 @@ class Taps(NamedTuple):
 def runs(time: int, channels: int, taps: int, width: int | None) -> bool:
     """Whether there is a kernel for these shapes: whole strips of tokens, whole heads that fill registers, and taps
     that reach no farther back than one register."""
-    on_device = channels // jax.sharding.get_abstract_mesh().shape.get(sharding.HEADS, 1)
+    on_device = channels // sharding.head_shards()
     fits = time % STRIP == 0 and on_device % lanes_of(width) == 0 and 1 < taps <= SUBLANES
     return fits and target_platform() == "tpu"
 

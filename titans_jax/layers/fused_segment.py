@@ -8,7 +8,6 @@ what came in: the gradient is `jax.vjp` of the same queries, their softmax made 
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
+from titans_jax.layers import fused_convolution
 from titans_jax.layers.blocked import KeyValues
 from titans_jax.layers.norms import side_by_side
 from titans_jax.memory import engine
 from titans_jax.memory.blocks import VMEM_SHARE, vmem_bytes
 from titans_jax.memory.platform import KERNELS, LANES, target_platform
-from titans_jax.sharding import BATCH, HEADS, on_devices
+from titans_jax.sharding import BATCH, HEADS, head_shards, on_devices
 
 QUERIES = LANES
 """Queries at a time; a segment is padded to whole ones."""
@@ -39,16 +39,17 @@ HIDDEN = -1e30
 
 def runs(queries: jax.Array, prefix: KeyValues) -> bool:
     """Whether there is a kernel for a whole segment of these queries [b, t, h, d]."""
+    if target_platform() != "tpu":
+        return False
     _, time, heads, head_dim = queries.shape
-    heads //= jax.sharding.get_abstract_mesh().shape.get(HEADS, 1)
-    logits = lanes_of(heads * head_dim, head_dim) // head_dim * QUERIES * (2 * time + prefix.keys.shape[1])
-    fits = time <= MOST_TOKENS and logits <= MOST_LOGITS[queries.dtype.itemsize]
-    return fits and target_platform() == "tpu"
+    together = lanes_of(heads // head_shards() * head_dim, head_dim) // head_dim
+    logits = together * QUERIES * (2 * time + prefix.keys.shape[1])
+    return time <= MOST_TOKENS and logits <= MOST_LOGITS[queries.dtype.itemsize]
 
 
 def lanes_of(width: int, head_dim: int) -> int:
     """Of a step: heads that fill registers, or all."""
-    lanes = math.lcm(LANES, head_dim)
+    lanes = fused_convolution.lanes_of(head_dim)
     return width if width % lanes else lanes
 
 

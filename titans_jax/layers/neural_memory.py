@@ -25,7 +25,7 @@ from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.documents import Documents
 from titans_jax.layers.linear import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.layers.memory_gates import GATES, MemoryGates
-from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.sharding import BATCH, HEADS, batch_axes, constrain, logical, on_devices
 
 READS = "memory_reads"
@@ -168,7 +168,7 @@ class NeuralMemory(nnx.Module):
     def output(self, x: jax.Array, reads: jax.Array) -> jax.Array:
         """Reads [b, t, h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output projection."""
         # Held flat, or a TPU would take squares as the kernel has them, whose narrow heads fill no register.
-        flat = jax.lax.optimization_barrier(reads.astype(self.dtype).reshape(*reads.shape[:-2], -1))
+        flat = jax.lax.optimization_barrier(side_by_side(reads.astype(self.dtype)))
         reads = checkpoint_name(flat, READS).reshape(reads.shape)
         y = self.norm(reads).reshape(flat.shape)
         return self.output_projection(y * jax.nn.silu(self.output_gate(x)))

@@ -10,7 +10,7 @@ from jax.nn import initializers
 from titans_jax.config import ModelConfig
 from titans_jax.layers.linear import param_dtype, wide_dtype
 from titans_jax.memory.platform import LANES, target_platform
-from titans_jax.sharding import HEADS, logical
+from titans_jax.sharding import head_shards, logical
 
 L2_EPSILON = 1e-6
 
@@ -40,7 +40,7 @@ def l2_normalize(x: jax.Array) -> jax.Array:
 
 def normalize(x: jax.Array, dtype, count: int, epsilon: float, scale: jax.Array | None = None) -> jax.Array:
     """scale * x / sqrt(sum of squares over the last axis / count + epsilon), computed in dtype; scale [.., width]."""
-    heads_divided = jax.sharding.get_abstract_mesh().shape.get(HEADS, 1) > 1
+    heads_divided = head_shards() > 1
     narrow = x.ndim > 2 and x.shape[-1] % LANES > 0 and (scale is None or scale.ndim == 2)
     inverse_root = by_sums
     shape = x.shape

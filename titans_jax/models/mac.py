@@ -222,11 +222,11 @@ class MAC(nnx.Module):
         Returns:
           the memory after y; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
         """
-        batch, time, _ = rows.recall.shape
+        time = rows.recall.shape[1]
         rows = jax.tree.map(self.attention.by_head, rows)
         positions = index + np.arange(time, dtype=np.int32)
         h = self.recall_norm(self.memory.retrieve(weights, rows.recall)).astype(self.attention.dtype)
-        h = constrain(h.reshape(batch, time, -1), BATCH, None, None)
+        h = constrain(side_by_side(h), BATCH, None, None)
         new = (self.attention.key_values(h, positions), rows.past)
         if context is None:
             context = new

@@ -101,6 +101,11 @@ def batch_axes(rows: int) -> tuple[str, ...] | None:
     return BATCH if rows % math.prod(shape.get(axis, 1) for axis in BATCH) == 0 else None
 
 
+def head_shards() -> int:
+    """Devices over which a row's heads are spread, 1 while no mesh is set."""
+    return jax.sharding.get_abstract_mesh().shape.get(HEADS, 1)
+
+
 def on_devices(function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
     """`function` on every device for its own part, as the compiler divides no kernel; itself while no mesh is set."""
     if jax.sharding.get_abstract_mesh().empty:
