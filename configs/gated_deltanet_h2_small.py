@@ -5,6 +5,6 @@
 1,841,680 parameters, on the source of the running Python's own standard library, read as bytes.
 """
 
-from titans_jax.presets import small
+from titans_jax.config.papers import small
 
 config = small("gated_deltanet", pattern=("lmm", "window"))

@@ -8,6 +8,6 @@ Sized by arithmetic for 8 chips of 16 GB (TPU v5e-8): 7.6 GiB of parameters, gra
 sharded over them, and 2 rows of 4,096 tokens at a time on each.
 """
 
-from titans_jax.presets import paper
+from titans_jax.config.papers import paper
 
 config = paper("lmm", "400m")

@@ -7,6 +7,6 @@ Sized by arithmetic for 32 chips of 16 GB (TPU v5e-32): 17.9 GiB of parameters, 
 sharded over them, and 1 row of 4,096 tokens at a time on each.
 """
 
-from titans_jax.presets import paper
+from titans_jax.config.papers import paper
 
 config = paper("memora", "1b")

@@ -7,7 +7,14 @@
 download), read as bytes.
 """
 
-from titans_jax.config import Config, DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from titans_jax.config import (
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 
 config = Config(
     model=ModelConfig(

@@ -5,6 +5,6 @@
 2,044,176 parameters, on the source of the running Python's own standard library, read as bytes.
 """
 
-from titans_jax.presets import small
+from titans_jax.config.papers import small
 
 config = small("ttt_mlp")

@@ -7,6 +7,6 @@ Sized by arithmetic for 16 chips of 16 GB (TPU v5e-16): 12.3 GiB of parameters, 
 sharded over them, and 1 row of 4,096 tokens at a time on each.
 """
 
-from titans_jax.presets import paper
+from titans_jax.config.papers import paper
 
 config = paper("yaad_h", "760m")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from titans_jax import cli
-from titans_jax.arguments import parse
 from titans_jax.config import Config, MemoryConfig, ModelConfig
+from titans_jax.config.command_line import parse
 
 SMALL = """
 from tests.training.tiny import tiny_config

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titans_jax.arguments import parse
 from titans_jax.config import Config, ConfigError, MeshConfig
-from titans_jax.validation import validate
+from titans_jax.config.command_line import parse
+from titans_jax.config.validate import validate
 
 USAGE = """usage: titans COMMAND ...
 
@@ -203,7 +203,8 @@ def models(arguments: list[str]) -> None:
     from rich.table import Table
 
     from titans_jax.layers.memory_gates import GATES, gates_given
-    from titans_jax.memory import FORMS, choose_form, presets
+    from titans_jax.memory import FORMS, choose_form
+    from titans_jax.memory.rule import presets
 
     head_dim = 64
     table = Table(

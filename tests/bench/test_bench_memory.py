@@ -6,7 +6,7 @@ import pytest
 
 from titans_jax import cli
 from titans_jax.bench.memory import CASES, LENGTHS, MemoryBenchOptions, cases
-from titans_jax.memory.presets import PRESETS
+from titans_jax.memory.rule.presets import PRESETS
 
 SMALL = "--time 32 --batch 1 --num_heads 1 --head_dim 8 --chunk_size 4 --repeats 1 --output".split()
 

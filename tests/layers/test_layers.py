@@ -11,7 +11,7 @@ from flax import nnx
 
 from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
 from titans_jax.layers import CausalConvolution, FeedForward, NeuralMemory, RMSNorm, norms
-from titans_jax.layers.documents import find_documents
+from titans_jax.layers.document_layout import find_documents
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.memory_gates import MemoryGates
 from titans_jax.layers.norms import l2_normalize

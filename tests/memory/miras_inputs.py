@@ -244,7 +244,7 @@ def memorize(rule, form, params, x):
     """(reads, state) of one row; x may also hold mask, resets and state."""
 
     def log(name):
-        return jnp.log(jnp.maximum(x[name], memory.types.SMALLEST_RETENTION)) if name in x else None
+        return jnp.log(jnp.maximum(x[name], memory.gates.SMALLEST_RETENTION)) if name in x else None
 
     found = memory.Gates(
         log_retention=log("retention"),

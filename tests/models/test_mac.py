@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import small_models as small
 
-from titans_jax.layers.fused_segment import fused_segment_attention
+from titans_jax.layers.attention.segment_pallas import fused_segment_attention
 from titans_jax.models import mac
 
 

@@ -10,7 +10,7 @@ from titans_jax import config
 from titans_jax.config import MemoryConfig, memory_rule
 from titans_jax.layers.memory_gates import GATES
 from titans_jax.memory import biases, retentions
-from titans_jax.memory.presets import PRESETS
+from titans_jax.memory.rule.presets import PRESETS
 
 
 def model_of(preset, *pattern):

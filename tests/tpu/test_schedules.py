@@ -8,11 +8,18 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from titans_jax.layers.blocked import KeyValues
-from titans_jax.layers.splash import splash_attention
+from titans_jax.layers.attention.splash import splash_attention
+from titans_jax.layers.attention.xla import KeyValues
 from titans_jax.tpu import schedules
 from titans_jax.tpu.hlo import Program
-from titans_jax.tpu.schedules import Kernel, Schedule, Signature, kernel_cycles, pallas_kernels, read_schedule
+from titans_jax.tpu.schedules import (
+    Kernel,
+    Schedule,
+    Signature,
+    kernel_cycles,
+    pallas_kernels,
+    read_schedule,
+)
 
 LINES = ["== CAPACITY:", "MXU, VALU", "    2     4", "== UTILIZATION:", "0 1", "2 4", "1 3"]
 

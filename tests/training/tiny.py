@@ -5,7 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titans_jax.config import Config, DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from titans_jax.config import (
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 
 JSON_SOURCES = Path(json.__file__).parent
 """Four files of the standard library: real text, 32 KB."""

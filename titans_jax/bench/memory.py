@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from titans_jax import memory, sharding
-from titans_jax.arguments import parse
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
+from titans_jax.config.command_line import parse
 from titans_jax.layers.memory_gates import GATES, GateChoices
-from titans_jax.memory import presets
+from titans_jax.memory.rule import presets
 from titans_jax.training.flops import memory_flops
 
 # (time, expansion, chunk_size): short sequences at both chunk sizes, then one layout from 1K to 32K tokens.

@@ -26,7 +26,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from titans_jax import sharding
-from titans_jax.arguments import parse
 from titans_jax.bench.timing import spread
 from titans_jax.config import (
     Config,
@@ -38,15 +37,16 @@ from titans_jax.config import (
     has_memory,
     memory_rule,
 )
+from titans_jax.config.command_line import parse
+from titans_jax.config.validate import validate
 from titans_jax.data.recall import RecallTask, recall_sequences
 from titans_jax.evaluation.perplexity import Batch, cross_entropy_sum
 from titans_jax.layers.memory_gates import GATES
 from titans_jax.layers.neural_memory import MemoryLayerState
-from titans_jax.memory.presets import PRESETS
+from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import abstract_model, init_model
 from titans_jax.training.step import make_train_step
-from titans_jax.validation import validate
 
 ATTENTION = "attention"
 HELD_OUT_SEED = 0

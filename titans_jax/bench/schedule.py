@@ -14,8 +14,8 @@ import importlib.util
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titans_jax.arguments import parse
 from titans_jax.config import ConfigError
+from titans_jax.config.command_line import parse
 from titans_jax.tpu import schedules
 from titans_jax.tpu.hlo import Program
 from titans_jax.tpu.topology import describe, find_topology
@@ -140,9 +140,9 @@ def _aim(draft: float | None, target: float | None) -> str:
 
 
 def _chunks_a_state() -> str:
-    from titans_jax.memory import kernel
+    from titans_jax.memory.pallas import kernels
 
-    numbers = {case.chunk_size: min(kernel.STATE_TOKENS // case.chunk_size, kernel.MOST_CHUNKS) for case in CASES}
+    numbers = {case.chunk_size: min(kernels.STATE_TOKENS // case.chunk_size, kernels.MOST_CHUNKS) for case in CASES}
     return ", ".join(f"{number} of {size} tokens" for size, number in numbers.items() if number > 1)
 
 
@@ -174,13 +174,13 @@ def deep_presets() -> list[str]:
     """Presets whose memory has a hidden width."""
     import inspect
 
-    from titans_jax.memory.presets import PRESETS
+    from titans_jax.memory.rule.presets import PRESETS
 
     return [name for name, make in PRESETS.items() if "expansion" in inspect.signature(make).parameters]
 
 
 def rule_of(case: Case):
-    from titans_jax.memory.presets import PRESETS
+    from titans_jax.memory.rule.presets import PRESETS
 
     return PRESETS[case.preset](expansion=case.expansion, chunk_size=case.chunk_size)
 

@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from titans_jax import sharding
-from titans_jax.arguments import parse
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
+from titans_jax.config.command_line import parse
+from titans_jax.config.validate import validate
 from titans_jax.inference import decode_step, prefill
 from titans_jax.training.flops import training_flops_per_token
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import init_model
 from titans_jax.training.step import make_train_step
-from titans_jax.validation import validate
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers import fused_convolution
-from titans_jax.layers.documents import Documents
-from titans_jax.layers.linear import compute_dtype, param_dtype
+from titans_jax.layers import convolution_pallas
+from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.norms import l2_normalize
+from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.sharding import logical
 
 
@@ -59,17 +59,17 @@ class CausalConvolution(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Convolve x, apply SiLU if `activation`, and bring parts of `unit_norm` channels to unit norm; else as a call.
 
-        On TPUs this is one kernel where the shapes allow (`fused_convolution`), which computes in float32.
+        On TPUs this is one kernel where the shapes allow (`convolution_pallas`), which computes in float32.
         """
         batch, time, channels = x.shape
-        if fused_convolution.runs(time, channels, self.size, unit_norm):
+        if convolution_pallas.runs(time, channels, self.size, unit_norm):
             if documents is None:
                 positions = jnp.full((batch, time), self.size, jnp.int32)  # all history is in the tail
                 history = jnp.zeros_like(tail[0])
             else:
                 positions, history = documents.positions, self._history(initial_tail)
-            options = fused_convolution.Features(activation, unit_norm)
-            y = fused_convolution.features(options, x, tail, positions, self.kernel[...], history)
+            options = convolution_pallas.Features(activation, unit_norm)
+            y = convolution_pallas.features(options, x, tail, positions, self.kernel[...], history)
             return y, x[:, time - tail.shape[1] :]
         y, tail = self(x, tail, documents, initial_tail)
         y = jax.nn.silu(y) if activation else y

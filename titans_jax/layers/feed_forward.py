@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.linear import projection
+from titans_jax.layers.projections import projection
 
 HIDDEN_MULTIPLE = 64
 

@@ -4,8 +4,8 @@ import jax
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.linear import projection
 from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.projections import projection
 
 
 class GatedMerge(nnx.Module):

@@ -23,8 +23,8 @@ from jax.nn import initializers
 
 from titans_jax import memory
 from titans_jax.config import ModelConfig
-from titans_jax.layers.linear import param_dtype
 from titans_jax.layers.norms import l2_normalize
+from titans_jax.layers.projections import param_dtype
 from titans_jax.sharding import logical
 
 # alpha = sigmoid(. - 8): a memory starts by keeping all but 3e-4 per token. Behind a norm, forgetting only shrinks the

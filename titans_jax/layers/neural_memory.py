@@ -22,11 +22,18 @@ from jax.sharding import PartitionSpec
 from titans_jax import memory
 from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.convolution import CausalConvolution
-from titans_jax.layers.documents import Documents
-from titans_jax.layers.linear import compute_dtype, param_dtype, projection, wide_dtype
+from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import GATES, MemoryGates
 from titans_jax.layers.norms import RMSNorm, side_by_side
-from titans_jax.sharding import BATCH, HEADS, batch_axes, constrain, logical, on_devices
+from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
+from titans_jax.sharding import (
+    BATCH,
+    HEADS,
+    batch_axes,
+    constrain,
+    logical,
+    on_devices,
+)
 
 READS = "memory_reads"
 """Name, for policies of rematerialisation, of a memory's reads: nothing of their size costs as much to repeat."""

@@ -8,8 +8,8 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.linear import param_dtype, wide_dtype
-from titans_jax.memory.platform import LANES, target_platform
+from titans_jax.layers.projections import param_dtype, wide_dtype
+from titans_jax.ops.backend import LANES, target_platform
 from titans_jax.sharding import head_shards, logical
 
 L2_EPSILON = 1e-6

@@ -5,7 +5,7 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.linear import compute_dtype, param_dtype
+from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.sharding import logical
 
 

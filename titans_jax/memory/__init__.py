@@ -19,22 +19,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory import (
-    algorithms,
-    architectures,
-    associative,
-    biases,
-    chunked,
-    engine,
-    fused,
-    gated_block,
-    linear_block,
-    presets,
-    recurrent,
-    retentions,
-)
-from titans_jax.memory.platform import SUBLANES, target_platform
-from titans_jax.memory.types import Gates, MemoryRule, MemoryState, Params, Surprise
+from titans_jax.memory.forms import associative, chunked, delta_rule, gated_delta_rule, recurrent
+from titans_jax.memory.forms.inner_gradient import read, readable_weights
+from titans_jax.memory.gates import Gates, complete_gates, unroll_inner_steps
+from titans_jax.memory.pallas import entry
+from titans_jax.memory.rule import algorithms, architectures, biases, presets, retentions
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.memory.state import MemoryState, Params, Surprise, cast_state
+from titans_jax.ops.backend import SUBLANES, target_platform
+from titans_jax.ops.matmul import state_dtype
 
 __all__ = [
     "FORMS",
@@ -59,7 +52,7 @@ FORMS = {
     "recurrent": recurrent.memorize,
     "associative": associative.memorize,
     "chunked": chunked.memorize,
-    "fused": fused.memorize,
+    "fused": entry.memorize,
 }
 
 
@@ -83,7 +76,7 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
 
 def init_state(rule: MemoryRule, params: Params) -> MemoryState:
     """The state before the first token: the start weights, no momentum, an empty chunk."""
-    weights = tuple(w.astype(engine.state_dtype(w.dtype)) for w in params["weights"])
+    weights = tuple(w.astype(state_dtype(w.dtype)) for w in params["weights"])
     momentum = tuple(jnp.zeros_like(w) for w in weights) if rule.algorithm.has_momentum else ()
     return MemoryState(weights, momentum, weights, 0)
 
@@ -98,9 +91,9 @@ def choose_form(form: str, rule: MemoryRule, gates: Gates, platform: str | None 
     with these gates and pays, else the chunked form."""
     if form != "auto":
         return form
-    exact = any(path.runs(rule, gates) for path in (linear_block, gated_block))
-    pays = fused.in_blocks(rule, gates) or (not exact and rule.chunk_size >= SUBLANES)
-    return "fused" if pays and fused.runs(rule, gates) and (platform or target_platform()) == "tpu" else "chunked"
+    exact = any(path.runs(rule, gates) for path in (delta_rule, gated_delta_rule))
+    pays = entry.in_blocks(rule, gates) or (not exact and rule.chunk_size >= SUBLANES)
+    return "fused" if pays and entry.runs(rule, gates) and (platform or target_platform()) == "tpu" else "chunked"
 
 
 def memorize(
@@ -137,17 +130,17 @@ def memorize(
     """
     check(rule, params, state, queries, keys, values, gates, form, resets)
     time, head_dim = queries.shape
-    dtype, steps = engine.state_dtype(queries.dtype), rule.algorithm.steps
+    dtype, steps = state_dtype(queries.dtype), rule.algorithm.steps
     if time == 0:
         empty = jnp.zeros((0,), dtype)
         reads = jnp.zeros((0, head_dim), dtype)
         return (reads, state, Surprise(empty, empty)) if return_surprise else (reads, state)
     if steps > 1:
-        queries, keys, values, gates, resets = engine.inner_steps(steps, queries, keys, values, gates, resets)
-    gates = engine.complete_gates(rule, gates, keys, len(state.weights), dtype)
-    start, initial = engine.cast_state(state, dtype), None
+        queries, keys, values, gates, resets = unroll_inner_steps(steps, queries, keys, values, gates, resets)
+    gates = complete_gates(rule, gates, keys, len(state.weights), dtype)
+    start, initial = cast_state(state, dtype), None
     if resets is not None:
-        initial = start_chunk(engine.cast_state(initial_state or init_state(rule, params), dtype))
+        initial = start_chunk(cast_state(initial_state or init_state(rule, params), dtype))
     form = choose_form(form, rule, gates)
     run = FORMS[form]
     if form == "fused":  # of a kernel, nothing is dropped because nobody asks for it
@@ -162,7 +155,7 @@ def memorize(
 
 def retrieve(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> jax.Array:
     """Read without updating: queries [..., head_dim] -> [..., head_dim] (papers 1.2, M*)."""
-    return engine.read(rule, params, engine.readable(rule, params, state), queries)
+    return read(rule, params, readable_weights(rule, params, state), queries)
 
 
 def check(rule, params, state, queries, keys, values, gates, form, resets):

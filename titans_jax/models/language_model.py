@@ -18,11 +18,11 @@ from jax.nn import initializers
 
 from titans_jax import sharding
 from titans_jax.config import MEMORY_BLOCKS, ModelConfig, memory_rule
-from titans_jax.layers import documents as layout
-from titans_jax.layers.documents import Documents
-from titans_jax.layers.linear import INIT_STDDEV, compute_dtype, param_dtype, projection
+from titans_jax.layers import document_layout as layout
+from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.neural_memory import READS
 from titans_jax.layers.norms import RMSNorm
+from titans_jax.layers.projections import INIT_STDDEV, compute_dtype, param_dtype, projection
 from titans_jax.models.attention_block import AttentionBlock, WindowBlock
 from titans_jax.models.lmm import LMM
 from titans_jax.models.mac import MAC

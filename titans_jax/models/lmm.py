@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.documents import Documents
+from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
 from titans_jax.layers.norms import RMSNorm

@@ -28,15 +28,15 @@ import numpy as np
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention import Attention, segment_attention
-from titans_jax.layers.blocked import KeyValues
-from titans_jax.layers.documents import Documents
+from titans_jax.layers.attention.layer import Attention, segment_attention
+from titans_jax.layers.attention.xla import KeyValues
+from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.persistent import PersistentTokens
-from titans_jax.memory.platform import KERNELS
+from titans_jax.ops.backend import KERNELS
 from titans_jax.sharding import BATCH, constrain
 
 

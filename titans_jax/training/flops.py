@@ -10,7 +10,7 @@ import jax
 from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.memory_gates import GATES, channel_gates, scalar_gates
-from titans_jax.memory.linear_block import TOKENS_PER_BLOCK
+from titans_jax.memory.forms.delta_rule import TOKENS_PER_BLOCK
 from titans_jax.tpu.topology import peak_flops
 
 

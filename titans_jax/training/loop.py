@@ -13,6 +13,7 @@ from rich.console import Console
 
 from titans_jax import data, sharding
 from titans_jax.config import Config, leaves, to_dict
+from titans_jax.config.validate import validate
 from titans_jax.evaluation.perplexity import Batch, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
 from titans_jax.models.language_model import granularity
@@ -29,7 +30,6 @@ from titans_jax.training.report import Report, TrainingStopped, say
 from titans_jax.training.run import check_vocabulary, init_model
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
-from titans_jax.validation import validate
 
 # Fields that may differ between the processes of a run.
 OF_A_HOST = frozenset({"processes.index", "training.run_dir", "data.path", "data.validation_path"})

@@ -1,0 +1,97 @@
+"""Configurations: what is refused, in which words, and the way to JSON and back."""
+
+import dataclasses
+import json
+
+import pytest
+
+from titans_jax.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    from_dict,
+    leaves,
+    to_dict,
+)
+from titans_jax.config.validate import validate
+
+
+def test_defaults_are_valid_and_hashable():
+    validate(Config())
+    assert hash(Config()) == hash(Config())
+
+
+def test_json_round_trip():
+    config = Config(model=ModelConfig(pattern=("mac", "window"), memory=MemoryConfig(momentum=False)))
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert from_dict({"model": {"dim": 512}}).model == ModelConfig(dim=512)
+
+
+def test_every_field_is_documented():
+    """The string under a field is what `--help` shows, so none may be missing."""
+    import inspect
+
+    for kind in (MemoryConfig, ModelConfig, DataConfig, OptimizerConfig, TrainingConfig, MeshConfig):
+        source = inspect.getsource(kind)
+        for field in dataclasses.fields(kind):
+            after = source.split(f"\n    {field.name}: ", 1)[1].split("\n", 1)[1]
+            assert after.lstrip().startswith('"""'), f"{kind.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize(
+    "section, change, message",
+    [
+        ("model", {"dim": 300}, "model.head_dim 64 x model.num_heads 4 is 256, not model.dim 300; use model.head_"),
+        ("model", {"num_heads": 3}, "model.num_heads 3 is 192, not model.dim 256; use model.dim 192"),
+        ("model", {"segment": 500}, "model.segment is 500; use a multiple of model.memory.chunk_size 16, such as 496"),
+        ("model", {"segment": 8}, "model.segment is 8; use a multiple of model.memory.chunk_size 16, such as 16"),
+        ("model", {"pattern": ("mak",)}, "model.pattern is ('mak',); use one or more of lmm, mac, mag, "),
+        ("model", {"pattern": ()}, "model.pattern is empty; name at least one block"),
+        ("model", {"pattern": ("mac", "mag", "mal")}, "model.depth is 4; use a multiple of 3, the length of "),
+        ("model", {"dim": 252, "num_heads": 4, "head_dim": 63}, "model.head_dim is 63; use an even number"),
+        ("model", {"dtype": "float16"}, "model.dtype is 'float16'; use bfloat16, float32 or float64"),
+        ("model", {"dim": "256"}, "model.dim is '256'; use a whole number"),
+        ("model", {"dim": 256.0}, "model.dim is 256.0; use a whole number"),
+        ("model", {"tie_embeddings": 1}, "model.tie_embeddings is 1; use True or False"),
+        ("model", {"hidden_dim": "x"}, "model.hidden_dim is 'x'; use a whole number or None"),
+        ("model", {"hidden_dim": 0}, "model.hidden_dim is 0; use at least 1, or None"),
+        ("model", {"memory": MemoryConfig(preset="monetta")}, "model.memory.preset is 'monetta'; use retnet"),
+        ("model", {"memory": MemoryConfig(architecture="x")}, "model.memory.architecture is 'x'; use residual_mlp, "),
+        ("model", {"memory": MemoryConfig(depth=5)}, "model.memory.depth is 5; use 1 to 4"),
+        ("model", {"memory": MemoryConfig(max_step_size=float("nan"))}, "max_step_size is nan; use a positive number"),
+        ("model", {"memory": None}, "model.memory is None; use a MemoryConfig"),
+        ("data", {"source": "text"}, "data.path is None; data.source text needs a file or folder there"),
+        ("data", {"source": "csv"}, "data.source is 'csv'; use python, text, jsonl or tfds"),
+        ("data", {"sequence_length": 0}, "data.sequence_length is 0; use at least 1"),
+        ("data", {"validation_every": 1}, "data.validation_every is 1; use at least 2"),
+        ("optimizer", {"learning_rate": 0.0}, "optimizer.learning_rate is 0.0; use a positive number"),
+        ("optimizer", {"beta2": 1.0}, "optimizer.beta2 is 1.0; use a number in [0, 1)"),
+        ("training", {"gradient_accumulation": 3}, "data.batch_size is 8; use a multiple of training."),
+        ("training", {"steps": 0}, "training.steps is 0; use at least 1"),
+        ("mesh", {"fsdp": 0}, "mesh.fsdp is 0; use at least 1, or -1 for the rest"),
+        ("mesh", {"fsdp": -1}, "mesh has several axes set to -1"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(section, change, message):
+    config = dataclasses.replace(Config(), **{section: dataclasses.replace(getattr(Config(), section), **change)})
+    with pytest.raises(ConfigError) as error:
+        validate(config)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_field_of_a_file_names_the_nearest():
+    with pytest.raises(ConfigError, match="there is no field model.dimm; did you mean model.dim?"):
+        from_dict({"model": {"dimm": 3}})
+    with pytest.raises(ConfigError, match="there is no field qqqq$"):
+        from_dict({"qqqq": 3})
+
+
+def test_leaves_are_all_fields_by_dotted_name():
+    names = leaves(Config())
+    assert names["model.memory.chunk_size"] == 16 and names["mesh.data"] == -1
+    assert "model.memory" not in names

@@ -1,0 +1,43 @@
+"""The configuration of one experiment: its fields, what is refused, the command line, and the papers' settings."""
+
+from titans_jax.config.schema import (
+    MEMORY_BLOCKS,
+    Config,
+    ConfigError,
+    DataConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProcessesConfig,
+    ProfileConfig,
+    TrainingConfig,
+    did_you_mean,
+    from_dict,
+    has_memory,
+    leaves,
+    memory_rule,
+    to_dict,
+    unknown_field,
+)
+
+__all__ = [
+    "MEMORY_BLOCKS",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "MemoryConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ProcessesConfig",
+    "ProfileConfig",
+    "TrainingConfig",
+    "did_you_mean",
+    "from_dict",
+    "has_memory",
+    "leaves",
+    "memory_rule",
+    "to_dict",
+    "unknown_field",
+]

@@ -1,0 +1,352 @@
+"""The configuration of one experiment: what the model is, what it reads, how it is trained.
+
+A configuration is a frozen tree of dataclasses, so it can be hashed, compared, printed as JSON and closed over by a
+compiled function. `titans_jax.config.validate` refuses an impossible one in a single sentence before anything is compiled or
+written.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from titans_jax.memory import MemoryRule
+
+
+# Names of the tables in titans_jax.memory, here so that a configuration is read, and help given, without jax.
+PRESETS = (
+    "retnet", "linear_attention", "dfw", "lightning_attention", "gla", "mamba2", "hgrn2", "deltanet", "longhorn",
+    "ttt_linear", "gated_deltanet", "rwkv7", "delta_product", "mesa", "ttt_mlp", "titans", "moneta", "yaad", "memora",
+)  # fmt: skip
+BIASES = ("l2", "dot_product", "lp", "value_less", "huber", "huber_norm", "mixture", "value_shift")
+RETENTIONS = (
+    "decay", "elastic_net", "ftrl_elastic_net", "norm_power", "lq", "kullback_leibler", "lagged_kullback_leibler",
+    "f_divergence", "bregman_logit",
+)  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The message is one sentence: the field, its value, and what would work."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The associative memory of a memory layer; one independent memory per head."""
+
+    preset: Literal[PRESETS] = "titans"
+    """The rule, by name; `titans models` prints them all."""
+    architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] | None = None
+    """What the memory computes; None is the preset's own. `residual_mlp` is x + LN(MLP(x)); `linear` is x @ W."""
+    depth: int = 2
+    """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by other memories."""
+    expansion: int = 4
+    """Hidden width of an MLP memory over head_dim."""
+    bias: Literal[BIASES] | None = None
+    """Attentional bias; None is the preset's own."""
+    retention: Literal[RETENTIONS] | None = None
+    """Retention gate; None is the preset's own."""
+    momentum: bool | None = None
+    """Keep past surprise (eta of the paper), or take plain gradient steps; None is the preset's own."""
+    p: float = 3.0
+    """Exponent of Moneta's L_p bias, and of `bias` "lp"."""
+    q: float = 4.0
+    """Exponent of Moneta's L_q retention, and of `retention` "norm_power"."""
+    steps: int = 2
+    """Inner steps per token of delta_product. Ignored by other presets."""
+    gate_rank: int = 32
+    """Width that channel-wise gates are computed through."""
+    chunk_size: int = 16
+    """Tokens whose inner gradients share one anchor. Part of the model: another value gives other numbers. Presets with
+    a matrix memory are exact at every token and ignore it."""
+    form: Literal["auto", "fused", "chunked", "associative", "recurrent"] = "auto"
+    """Which implementation runs the rule in training: `auto` is `fused`, one kernel, on TPUs, and `chunked` elsewhere.
+    Never changes the numbers beyond rounding."""
+    max_step_size: float = 0.1
+    """theta_max: the step size is theta_max / head_dim * sigmoid(gate) (papers.md 1.3)."""
+    activation: bool = True
+    """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A language model: a pattern of blocks, cycled over the depth, between an embedding and a head."""
+
+    pattern: tuple[Literal["lmm", "mac", "mag", "mal", "attention", "window"], ...] = ("mac",)
+    """Block kinds, repeated until `depth` blocks exist. ("attention",) is Transformer++."""
+    dim: int = 256
+    """Width of the residual stream; equals num_heads * head_dim."""
+    depth: int = 4
+    """Number of blocks; a multiple of the pattern's length."""
+    num_heads: int = 4
+    """Heads of the attention and of the memory."""
+    head_dim: int = 64
+    """Width of one head, and of one memory's keys and values. Even, for the rotary embedding."""
+    vocab_size: int = 320
+    """Rows of the embedding; at least the tokenizer's. 257 bytes and specials rounded up to a multiple of 64."""
+    hidden_dim: int | None = None
+    """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64."""
+    segment: int = 512
+    """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
+    window: int = 2048
+    """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
+    num_persistent: int = 16
+    """Learned, input-independent tokens in front of every layer's sequence (papers.md 1.7)."""
+    conv_size: int = 4
+    """Taps of the causal depthwise convolution on queries, keys and values of the memory."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position embedding (attention only)."""
+    norm_eps: float = 1e-6
+    """Added to the mean square inside RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output head too."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Type of activations and matmul operands. Parameters and memory state are float32 (float64 when this is)."""
+    remat: Literal["none", "full", "dots", "names", "offload"] = "full"
+    """What the backward pass recomputes per block: nothing, everything but what a memory reads, everything but matmul
+    outputs, or (`names`) everything but the queries, keys, values and outputs of attention and memory; `offload` puts
+    those into the host's memory."""
+    document_slack: int = 0
+    """Extra slots a packed row may use to align documents to the memory's chunks; 0 when the data is aligned."""
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    """The memory of every memory layer."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from and how rows are cut."""
+
+    source: Literal["python", "text", "jsonl", "tfds"] = "python"
+    """`python`: the running Python's standard library (no download). `text`: a folder of text files. `jsonl`: a .jsonl
+    file or folder (.gz, .xz too). `tfds`: a prepared TFDS/ArrayRecord folder."""
+    path: str | None = None
+    """File or folder of the source; None only for `python`."""
+    validation_path: str | None = None
+    """File or folder of the validation documents of `text` and `jsonl`; None holds some of `path` out."""
+    text_field: str = "text"
+    """Name of the text field of `jsonl` and `tfds` records."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Bytes that are not UTF-8: refuse the file, or read them as U+FFFD."""
+    tokenizer: str = "byte"
+    """`byte`, or the path of a SentencePiece `.model`."""
+    sequence_length: int = 1024
+    """Tokens in one row."""
+    batch_size: int = 8
+    """Rows in one optimizer step, over all processes and all accumulation microbatches."""
+    seed: int = 0
+    """Order of the documents."""
+    validation_every: int = 50
+    """Every n-th document is held out for validation; 0 holds out none, where the source has validation documents."""
+    packing: Literal["documents", "stream"] = "documents"
+    """`documents`: several in a row, kept apart. `stream`: one after another, cut anywhere, read as one document."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine decay (papers.md 2.1)."""
+
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up, from 0 to the peak."""
+    final_learning_rate_ratio: float = 0.1
+    """Learning rate at the last step over the peak."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; see `titans_jax.training.optimizer.decays` for what counts as one."""
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop: how long, and what is written when. Every `*_every` counts optimizer steps."""
+
+    steps: int = 1000
+    """Optimizer steps."""
+    seed: int = 0
+    """Initial parameters and sampled text."""
+    gradient_accumulation: int = 1
+    """Microbatches a batch is cut into; changes memory use, not the result beyond rounding."""
+    log_every: int = 10
+    """Steps between two lines of metrics.jsonl."""
+    evaluate_every: int = 200
+    """Steps between two evaluations; one more always ends the run."""
+    evaluation_batches: int = 8
+    """Validation batches read by an evaluation."""
+    diagnostics_every: int = 200
+    """Steps between two reports of the memories' state."""
+    checkpoint_every: int = 200
+    """Steps between two checkpoints; one more always ends the run."""
+    checkpoints_kept: int = 2
+    """Latest checkpoints kept on disk."""
+    sample_prompt: str = "def "
+    """Text that the sample of each evaluation continues."""
+    sample_tokens: int = 256
+    """Tokens of that sample; 0 writes none."""
+    run_dir: str | None = None
+    """Run folder; None is runs/<name of the config file>."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the mesh; one axis may be -1, "all that are left"."""
+
+    slice: int = 1
+    """Slices of a machine of several, each with copies of the model; only gradients cross the network between them."""
+    data: int = -1
+    """Copies of the model; each reads its own rows."""
+    fsdp: int = 1
+    """Shards of parameters and optimizer state; each reads its own rows."""
+    tensor: int = 1
+    """Shards of heads and hidden widths; all read the same rows."""
+    topology: str | None = None
+    """The TPU slice the batch is cut for, by shape (v5e:2x4) or accelerator type (v5litepod-8); what `titans compile`
+    compiles for. Training takes the devices that are there."""
+
+
+@dataclass(frozen=True)
+class ProcessesConfig:
+    """The processes that train one model together, one per host; none set is one process, or all hosts of a TPU slice,
+    which find each other."""
+
+    coordinator: str | None = None
+    """host:port of process 0, as the others reach it."""
+    count: int | None = None
+    """How many processes there are."""
+    index: int | None = None
+    """Which of them this one is, from 0."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of what the devices do, for xprof or TensorBoard."""
+
+    steps: str | None = None
+    """Steps to trace into the run folder's `profile`, from the first to before the last: 10:15 is 10 to 14."""
+
+    @property
+    def range(self) -> range:
+        """The steps to trace."""
+        first, last = self.steps.split(":") if self.steps else (0, 0)
+        return range(int(first), int(last))
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+MEMORY_BLOCKS = frozenset({"lmm", "mac", "mag", "mal"})
+"""Block kinds that hold a memory."""
+
+
+def has_memory(model: ModelConfig) -> bool:
+    """Whether any block of the pattern holds a memory."""
+    return not MEMORY_BLOCKS.isdisjoint(model.pattern)
+
+
+def memory_rule(config: MemoryConfig) -> "MemoryRule":
+    """The rule that a configuration describes: its preset, with the choices it replaces.
+
+    Raises:
+      ConfigError: choices that cannot be, or that exclude each other.
+    """
+    try:
+        return _memory_rule(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"model.memory: {str(error).rstrip('.')}") from error
+
+
+def _memory_rule(config: MemoryConfig) -> "MemoryRule":
+    from titans_jax.memory.rule import algorithms, architectures, biases, presets, retentions
+
+    make = presets.PRESETS[config.preset]
+    fields = set(inspect.signature(make).parameters) & {"depth", "expansion", "chunk_size", "p", "q", "steps"}
+    rule = make(**{name: getattr(config, name) for name in fields})
+    choices = {}
+    if config.architecture is not None:
+        choices["architecture"] = {
+            "linear": lambda: architectures.linear(),
+            "mlp": lambda: architectures.mlp(config.depth, config.expansion),
+            "residual_mlp": lambda: architectures.residual_mlp(config.depth, config.expansion),
+            "gated_mlp": lambda: architectures.gated_mlp(config.expansion),
+        }[config.architecture]()
+        choices["learned_start"] = rule.learned_start or config.architecture != "linear"  # zero would stay zero
+    if config.bias is not None:
+        choices["bias"] = biases.BIASES[config.bias](*[config.p] * (config.bias == "lp"))
+    if config.retention is not None:
+        exponent = [config.q] * (config.retention == "norm_power")
+        choices["retention"] = retentions.RETENTIONS[config.retention](*exponent)
+    if config.momentum is not None and config.momentum != rule.algorithm.has_momentum:
+        plain = algorithms.gradient_descent()
+        if rule.algorithm not in (plain, algorithms.momentum()):
+            raise ConfigError(
+                f"model.memory.momentum is {config.momentum}; the algorithm of {config.preset}, {rule.algorithm}, "
+                "knows no momentum: leave it None"
+            )
+        choices["algorithm"] = algorithms.momentum() if config.momentum else plain
+    return dataclasses.replace(rule, **choices)
+
+
+def to_dict(config: Any) -> Any:
+    """The configuration as JSON-able dictionaries, lists and scalars."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return list(config) if isinstance(config, tuple) else config
+
+
+def from_dict(values: dict[str, Any], kind: type = Config, prefix: str = "") -> Any:
+    """The inverse of `to_dict`; fields that are absent keep their defaults.
+
+    Raises:
+      ConfigError: a field is unknown. Types are checked by `validate`.
+    """
+    hints = typing.get_type_hints(kind)
+    arguments = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise unknown_field(prefix + name)
+        if dataclasses.is_dataclass(hints[name]):
+            value = from_dict(value, hints[name], f"{prefix}{name}.")
+        arguments[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**arguments)
+
+
+def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every leaf field by its dotted name: {"model.dim": 256, ...}."""
+    found = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        nested = dataclasses.is_dataclass(value)
+        found |= leaves(value, f"{prefix}{f.name}.") if nested else {prefix + f.name: value}
+    return found
+
+
+def unknown_field(name: str, fields: Iterable[str] | None = None) -> ConfigError:
+    """The error for a field that is none of `fields` (default: a Config's), with the nearest one that is."""
+    return ConfigError(f"there is no field {name}{did_you_mean(name, leaves(Config()) if fields is None else fields)}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """ "; did you mean ...?" with the one of `names` that looks like `name`, or nothing."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

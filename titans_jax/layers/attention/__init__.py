@@ -1,0 +1,1 @@
+"""Causal attention as a layer, and the implementations that compute it."""

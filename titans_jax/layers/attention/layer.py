@@ -1,0 +1,178 @@
+"""Multi-head causal attention: full or in a sliding window, with a prefix every token sees.
+
+`causal_attention` is attention over a sequence, `segment_attention` inside a segment of MAC, `Attention` the layer with
+its cache.
+Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from titans_jax.config import ModelConfig
+from titans_jax.layers.attention import segment_pallas
+from titans_jax.layers.attention.rotary import rotate
+from titans_jax.layers.attention.xla import KeyValues, attend, blocked_attention
+from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.norms import side_by_side
+from titans_jax.layers.projections import compute_dtype, projection
+from titans_jax.ops.backend import target_platform
+
+
+class AttentionState(NamedTuple):
+    """What attention carries: a ring of the last keys and values, slot = position mod capacity.
+
+    prefix: keys and values of the persistent tokens [n, h, d]; cache: [b, capacity, h, d]; position: int32 scalar,
+    tokens read so far.
+    """
+
+    prefix: KeyValues
+    cache: KeyValues
+    position: jax.Array
+
+
+def causal_attention(
+    queries: jax.Array,
+    past: KeyValues,
+    prefix: KeyValues,
+    window: int | None = None,
+    *,
+    history_seen: int | jax.Array = 0,
+    documents: jax.Array | None = None,
+) -> jax.Array:
+    """Each query sees the prefix and the last `window` tokens, itself included, of its own document: [b, t, h, d].
+
+    On TPU the splash kernel, elsewhere blocks of plain JAX; arguments as of `blocked_attention`.
+    """
+    form = blocked_attention
+    if target_platform() == "tpu":  # imported here: an experimental part of jax, which may move
+        from titans_jax.layers.attention.splash import splash_attention as form
+    return form(queries, past, prefix, window, history_seen=history_seen, documents=documents)
+
+
+def segment_attention(
+    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+) -> jax.Array:
+    """Each query sees the prefix, and the rows of both contexts up to its own place: [b, t, h, d].
+
+    On TPU a kernel, if what a query sees is known while the program is traced; elsewhere plain JAX.
+
+    Args:
+      queries: [b, t, h, d], from place `index` of a segment on.
+      context: [b, s, h, d], the segment's from its first place on.
+      prefix: [b, n, h, d].
+    """
+    (time, places), seen = (rows.shape[1] for rows in (queries, context[0].keys)), prefix.keys.shape[1]
+    known = isinstance(index, int)
+    if known and time == places and segment_pallas.runs(queries, prefix):
+        return segment_pallas.fused_segment_attention(queries, context, prefix)
+    place = np.arange(places, dtype=np.int32)
+    now = index + np.arange(time, dtype=np.int32)[:, None]
+    visible = np.concatenate([place, place, np.zeros(seen, np.int32)])[None] <= now
+    past = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *context, prefix)
+    if known and target_platform() == "tpu":
+        from titans_jax.layers.attention.splash import splash_masked_attention
+
+        return splash_masked_attention(queries, past, visible)
+    return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), jnp.asarray(visible)[None])
+
+
+class Attention(nnx.Module):
+    """Multi-head attention with rotary positions, [b, t, dim] -> [b, t, dim].
+
+    Args:
+      window: tokens a query sees, itself included; None is full causal attention.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs):
+        self.window, self.rope_theta, self.dtype = window, config.rope_theta, compute_dtype(config)
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        width = self.num_heads * self.head_dim
+        self.query, self.key, self.value = (
+            projection(config, config.dim, width, ("embed", "heads"), rngs=rngs) for _ in range(3)
+        )
+        self.output = projection(config, width, config.dim, ("heads", "embed"), writes_residual=True, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        state: AttentionState | None = None,
+        documents: Documents | None = None,
+        persistent: jax.Array | None = None,
+    ) -> tuple[jax.Array, AttentionState | None]:
+        """Attend from x [b, t, dim] to the persistent tokens, the state's past and x itself.
+
+        Without a state this is the start of a sequence and no state is returned. A state of full attention that is
+        asked for more tokens than its capacity gives NaN.
+        """
+        if state is None:
+            time = jnp.arange(x.shape[1], dtype=jnp.int32)
+            positions, index = (time, None) if documents is None else (documents.positions, documents.index)
+            past, prefix = self.key_values(x, positions), self.prefix(persistent)
+            y = causal_attention(self.queries(x, positions), past, prefix, self.window, documents=index)
+            return self.merge(y), None
+
+        positions = state.position + jnp.arange(x.shape[1], dtype=jnp.int32)
+        queries, new = self.queries(x, positions), self.key_values(x, positions)
+        capacity = state.cache.keys.shape[1]
+        cache = KeyValues(*(_write_ring(ring, rows, positions) for ring, rows in zip(state.cache, new, strict=True)))
+        if x.shape[1] == 1:  # the order of keys does not matter, so the ring is read as it lies
+            visible = jnp.arange(capacity, dtype=jnp.int32)[None, None] <= state.position
+            y = attend(queries, cache, state.prefix, visible)
+        else:
+            past = KeyValues(
+                *(
+                    jnp.concatenate([jnp.roll(ring, -state.position, axis=1), rows], axis=1)
+                    for ring, rows in zip(state.cache, new, strict=True)
+                )
+            )
+            seen = jnp.minimum(state.position, capacity)
+            y = causal_attention(queries, past, state.prefix, capacity, history_seen=seen)
+        if self.window is None:
+            y = jnp.where(positions[-1] < capacity, y, jnp.nan)
+        return self.merge(y), AttentionState(state.prefix, cache, positions[-1] + 1)
+
+    def init_state(self, batch: int, max_length: int | None, persistent: jax.Array | None = None) -> AttentionState:
+        """An empty cache of `window` tokens, or of `max_length` tokens for full attention.
+
+        Raises:
+          ValueError: full attention without max_length.
+        """
+        capacity = self.window or max_length
+        if capacity is None:
+            raise ValueError("max_length is None; full attention keeps every token, so give the longest length to come")
+        empty = jnp.zeros((batch, capacity, self.num_heads, self.head_dim), self.dtype)
+        return AttentionState(self.prefix(persistent), KeyValues(empty, empty), jnp.zeros((), jnp.int32))
+
+    def queries(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """[..., t, dim] -> [..., t, h, d], turned to int positions [..., t]."""
+        return checkpoint_name(rotate(self.by_head(self.query(x)), positions, self.rope_theta), "features")
+
+    def key_values(self, x: jax.Array, positions: jax.Array) -> KeyValues:
+        """[..., t, dim] -> keys (turned to int positions [..., t]) and values [..., t, h, d]."""
+        keys = rotate(self.by_head(self.key(x)), positions, self.rope_theta)
+        return checkpoint_name(KeyValues(keys, self.by_head(self.value(x))), "features")
+
+    def prefix(self, persistent: jax.Array | None) -> KeyValues:
+        """Keys and values [n, h, d] of persistent tokens [n, dim], or of none; they have no position."""
+        if persistent is None:
+            return KeyValues(*[jnp.zeros((0, self.num_heads, self.head_dim), self.dtype)] * 2)
+        return KeyValues(self.by_head(self.key(persistent)), self.by_head(self.value(persistent)))
+
+    def merge(self, y: jax.Array) -> jax.Array:
+        """[..., t, h, d] -> [..., t, dim], the output projection."""
+        return self.output(checkpoint_name(side_by_side(y), "reads"))
+
+    def by_head(self, x: jax.Array) -> jax.Array:
+        """[..., heads head_dim] -> [..., heads, head_dim]."""
+        return x.reshape(*x.shape[:-1], self.num_heads, self.head_dim)
+
+
+def _write_ring(ring: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    """`ring` [b, capacity, ...] with row t written to slot positions[t] mod capacity; the last rows win."""
+    capacity = ring.shape[1]
+    return ring.at[:, positions[-capacity:] % capacity].set(rows[:, -capacity:], unique_indices=True)

@@ -1,0 +1,244 @@
+"""Attention on TPU by JAX's splash kernel: causal over the sequence with a prefix joined to it, or under any mask.
+
+Splash keeps the scores in VMEM and skips the blocks that the mask hides. It separates documents by equal ids, so no key
+can be of all of them: the prefix, which every query sees, has a softmax of its own, and the two are joined by their
+log-sum-exps, which gives the softmax over both.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds, SplashAttentionKernel
+from jax.sharding import PartitionSpec
+
+from titans_jax.layers.attention.xla import KeyValues
+from titans_jax.ops.backend import KERNELS, LANES
+from titans_jax.sharding import BATCH, HEADS, on_devices
+
+NOWHERE = -1
+"""Document of rows that do not exist."""
+
+MASKED_QUERIES, MASKED_KEYS = 512, 1152
+"""Queries of one step under a mask, and keys up to which it takes them all: a segment of MAC with up to 128 persistent
+tokens. Then one backward kernel does: 1.6 times fewer cycles than in blocks of 512 x 384 (v5e)."""
+
+
+def largest_block(window: int | None, row_bytes: int) -> int:
+    """Queries, and keys, that one step of the kernels takes, for a head's rows of `row_bytes`: 1024 or 512.
+
+    By scheduled cycles a step of 1024 x 1024 costs 3.3 to 3.4 steps of 512 x 512 (v5e, v6e), and a window of 2048
+    takes 3.3 times fewer of them, a shorter one not as many. 2048 keys gain 1 % in full attention and lose 24 % in that
+    window (v5e). With rows of 512 bytes (head_dim 256 in bfloat16) 1024 needs more than the 16 MiB that v5p gives a
+    kernel.
+    """
+    return 512 if row_bytes >= 512 or (window is not None and window < 2048) else 1024
+
+
+def splash_attention(
+    queries: jax.Array,
+    past: KeyValues,
+    prefix: KeyValues,
+    window: int | None = None,
+    *,
+    history_seen: int | jax.Array = 0,
+    documents: jax.Array | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """`blocked_attention` as a TPU kernel, for float32 and bfloat16; under a mesh, each device its own rows and heads.
+
+    Args:
+      interpret: run the kernel step by step in plain JAX, on any device.
+    """
+    batch, time = queries.shape[:2]
+    total = past.keys.shape[1]
+    ids = None
+    if documents is not None:
+        ids = SegmentIds(documents, documents)
+    elif total > time:
+        exists = jnp.arange(total, dtype=jnp.int32) >= total - time - history_seen
+        key_ids = jnp.where(exists, 0, NOWHERE).astype(jnp.int32)
+        ids = SegmentIds(jnp.zeros((batch, time), jnp.int32), jnp.broadcast_to(key_ids, (batch, total)))
+    attend = functools.partial(_attend, window=window, interpret=interpret)
+    return _per_device(attend, PartitionSpec(None, HEADS), PartitionSpec(BATCH))(queries, past, prefix, ids)
+
+
+def splash_masked_attention(
+    queries: jax.Array, past: KeyValues, visible: np.ndarray, *, interpret: bool = False
+) -> jax.Array:
+    """`attend` without a prefix as a TPU kernel; under a mesh, each device its own rows and heads.
+
+    Args:
+      visible: bool [t, s], numpy: known while the program is traced, and the same for every row of the batch.
+      interpret: as of `splash_attention`.
+    """
+    return _per_device(functools.partial(_attend_masked, visible=visible, interpret=interpret))(queries, past)
+
+
+def _per_device(attend: Callable, *specs: PartitionSpec) -> Callable:
+    """`attend` of queries, past and arguments of further `specs`, on every device for its own rows and heads."""
+    rows = PartitionSpec(BATCH, None, HEADS)
+    return on_devices(attend, (rows, rows, *specs), rows)
+
+
+def _attend(
+    queries: jax.Array,
+    past: KeyValues,
+    prefix: KeyValues,
+    ids: SegmentIds | None,
+    *,
+    window: int | None,
+    interpret: bool,
+) -> jax.Array:
+    """On one device; ids: int32 [b, t] and [b, history + t], rows see keys of the same id."""
+    time, heads = queries.shape[1:3]
+    history = past.keys.shape[1] - time
+    largest = largest_block(window, queries.shape[-1] * queries.dtype.itemsize)
+    block_q, length = _blocks(time, largest)
+    # Every padded query has a key at its place, its own: a row that sees nothing would divide by 0.
+    block_kv, total = _blocks(history + length, largest)
+
+    queries = _heads_first(queries * queries.shape[-1] ** -0.5, length)
+    keys, values = (_heads_first(x, total) for x in past)
+    if ids is not None:
+        ids = SegmentIds(*(jax.lax.pad(x, NOWHERE, _after(x, n)) for x, n in zip(ids, (length, total), strict=True)))
+
+    sees = None if window is None else window - 1
+    mask = splash_attention_mask.LocalMask((length, total), (sees, 0), history)
+    kernel = _kernel(mask, heads, block_q, block_kv, save_residuals=prefix.keys.shape[0] > 0, interpret=interpret)
+    if prefix.keys.shape[0] == 0:
+        outputs = jax.vmap(kernel)(queries, keys, values, ids)
+    else:
+        logits = jnp.einsum("bhtd,nhd->bhtn", queries, prefix.keys, preferred_element_type=jnp.float32)
+        weights = jax.nn.softmax(logits, axis=-1).astype(queries.dtype)
+        prefix_outputs = jnp.einsum("bhtn,nhd->bhtd", weights, prefix.values)
+        prefix_sums = jax.nn.logsumexp(logits, axis=-1)
+        outputs = _joined(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums)
+    return jnp.swapaxes(outputs[:, :, :time], 1, 2)
+
+
+def _attend_masked(queries: jax.Array, past: KeyValues, *, visible: np.ndarray, interpret: bool) -> jax.Array:
+    """On one device."""
+    time, heads = queries.shape[1:3]
+    fused = past.keys.shape[1] <= MASKED_KEYS
+    most = MASKED_KEYS if fused else largest_block(None, queries.shape[-1] * queries.dtype.itemsize)
+    block_q, length = _blocks(time, MASKED_QUERIES)
+    block_kv, total = _blocks(past.keys.shape[1], most)
+    seen = np.pad(visible, ((0, length - time), (0, 0)), mode="edge")  # a row that sees nothing would divide by 0
+    seen = np.pad(seen, ((0, 0), (0, total - visible.shape[1])))
+    mask = splash_attention_mask.NumpyMask(seen)
+    kernel = _kernel(mask, heads, block_q, block_kv, fused=fused, interpret=interpret)
+    queries = _heads_first(queries * queries.shape[-1] ** -0.5, length)
+    outputs = jax.vmap(kernel)(queries, *(_heads_first(x, total) for x in past))
+    return jnp.swapaxes(outputs[:, :, :time], 1, 2)
+
+
+def _kernel(
+    mask: splash_attention_mask.Mask,
+    heads: int,
+    block_q: int,
+    block_kv: int,
+    *,
+    fused: bool = False,
+    save_residuals: bool = False,
+    interpret: bool,
+) -> SplashAttentionKernel:
+    """Splash under one mask for all heads; fused: one backward kernel, for keys that are one block."""
+    # Rows of 64 numbers waste half of every tile, so XLA lays activations out with time last; kernels that take them so
+    # save the copies (a sixth of a layer's cycles at head_dim 64) and a third of the memory.
+    time_last = splash_attention_kernel.QKVLayout.SEQ_MINOR
+    return splash_attention_kernel.make_splash_mha(
+        splash_attention_mask.MultiHeadMask([mask] * heads),
+        block_sizes=splash_attention_kernel.BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_q_dq=None if fused else block_q,
+            block_kv_dq=None if fused else block_kv,
+            use_fused_bwd_kernel=fused,
+            q_layout=time_last,
+            k_layout=time_last,
+            v_layout=time_last,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=save_residuals,
+        residual_checkpoint_name=KERNELS,
+        interpret=interpret,
+    )
+
+
+@jax.custom_vjp
+def _joined(
+    kernel: SplashAttentionKernel,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    ids: SegmentIds | None,
+    prefix_outputs: jax.Array,
+    prefix_sums: jax.Array,
+) -> jax.Array:
+    """Attention [b, h, t, d] over the keys [b, h, s, d] that `kernel` shows and over a prefix.
+
+    Args:
+      prefix_outputs: attention to the prefix alone [b, h, t, d].
+      prefix_sums: log-sum-exp of its logits, float32 [b, h, t].
+    """
+    return _joined_forward(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums)[0]
+
+
+def _joined_forward(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums) -> tuple[jax.Array, Any]:
+    outputs, (sums,) = jax.vmap(kernel)(queries, keys, values, ids)
+    total = jnp.logaddexp(sums, prefix_sums)
+    share, prefix_share = (jnp.exp(x - total)[..., None] for x in (sums, prefix_sums))
+    joined = share * outputs.astype(jnp.float32) + prefix_share * prefix_outputs.astype(jnp.float32)
+    joined = joined.astype(outputs.dtype)
+    return joined, (kernel, queries, keys, values, ids, prefix_outputs, prefix_sums, joined, total)
+
+
+def _joined_backward(residuals: Any, cotangent: jax.Array) -> tuple:
+    """The flash backward with the joined output and log-sum-exp, of which the kernel's keys are one part.
+
+    Splash's log-sum-exp has no gradient of its own, but its backward kernels read weights as exp(logit - log-sum-exp)
+    and the mean of the weights' cotangents from the output: given those of the join, they differentiate the join. The
+    prefix is one key more, whose logit is its log-sum-exp and whose value is its output.
+    """
+    kernel, queries, keys, values, ids, prefix_outputs, prefix_sums, joined, total = residuals
+    static = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
+    backward = functools.partial(splash_attention_kernel._splash_attention_bwd, False, **static)
+
+    def one_row(queries, keys, values, ids, joined, total, cotangent):
+        masks = kernel.dq_mask_info, kernel.dkv_mask_info
+        return backward(res=(queries, keys, values, ids, None, joined, total, *masks), do=cotangent)[3:6]
+
+    gradients = jax.vmap(one_row)(queries, keys, values, ids, joined, total, cotangent)
+    wide = cotangent.astype(jnp.float32)
+    share = jnp.exp(prefix_sums - total)
+    above = prefix_outputs.astype(jnp.float32) - joined.astype(jnp.float32)
+    prefix_gradients = (share[..., None] * wide).astype(prefix_outputs.dtype), share * jnp.sum(wide * above, axis=-1)
+    return None, *gradients, None, *prefix_gradients
+
+
+_joined.defvjp(_joined_forward, _joined_backward)
+
+
+def _blocks(time: int, largest: int) -> tuple[int, int]:
+    """The size of equal blocks that hold `time` with the least padding, and the time they hold together."""
+    blocks = -(-time // largest)
+    block = -(-time // (blocks * LANES)) * LANES
+    return block, blocks * block
+
+
+def _heads_first(x: jax.Array, length: int) -> jax.Array:
+    """[b, t, h, d] -> [b, h, length, d]."""
+    return jnp.swapaxes(jax.lax.pad(x, jnp.zeros((), x.dtype), _after(x, length)), 1, 2)
+
+
+def _after(x: jax.Array, length: int) -> list[tuple[int, int, int]]:
+    """Padding of [b, t, ...] at the end of time, up to `length`, for jax.lax.pad."""
+    return [(0, 0, 0), (0, length - x.shape[1], 0), *[(0, 0, 0)] * (x.ndim - 2)]

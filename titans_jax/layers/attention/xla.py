@@ -1,0 +1,101 @@
+"""Causal attention in plain JAX: its definition, and the blocked form over a sequence.
+
+Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.layers.projections import wide_dtype
+
+BLOCK = 256
+
+
+class KeyValues(NamedTuple):
+    """Keys and values, both [b, t, h, d] (a prefix: [n, h, d])."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def attend(queries: jax.Array, past: KeyValues, prefix: KeyValues, visible: jax.Array) -> jax.Array:
+    """softmax(q k^T / sqrt(d)) v over [prefix | past], in float32.
+
+    Args:
+      queries: [b, t, h, d].
+      past: [b, s, h, d].
+      prefix: [n, h, d], seen by every query.
+      visible: bool [b or 1, t, s], which rows of past each query sees; where n is 0, at least one.
+    """
+    wide = wide_dtype(queries.dtype)
+    logits = jnp.einsum("bthd,bshd->bhts", queries, past.keys, preferred_element_type=wide)
+    logits = jnp.where(visible[:, None], logits, -jnp.inf)
+    prefix_logits = jnp.einsum("bthd,nhd->bhtn", queries, prefix.keys, preferred_element_type=wide)
+    logits = jnp.concatenate([prefix_logits, logits], axis=-1) * queries.shape[-1] ** -0.5
+    weights = jax.nn.softmax(logits, axis=-1).astype(queries.dtype)
+    prefix_weights, weights = jnp.split(weights, [prefix.keys.shape[0]], axis=-1)
+    return jnp.einsum("bhts,bshd->bthd", weights, past.values) + jnp.einsum(
+        "bhtn,nhd->bthd", prefix_weights, prefix.values
+    )
+
+
+def blocked_attention(
+    queries: jax.Array,
+    past: KeyValues,
+    prefix: KeyValues,
+    window: int | None = None,
+    *,
+    history_seen: int | jax.Array = 0,
+    documents: jax.Array | None = None,
+    block: int = BLOCK,
+) -> jax.Array:
+    """Each query sees the prefix and the last `window` tokens, itself included, of its own document: [b, t, h, d].
+
+    Blocks of queries are taken one after another, each against the keys its window can reach, so that [t, t] is never
+    formed. `jax.nn.dot_product_attention` calls the same window local_window_size=(window - 1, 0).
+
+    Args:
+      past: [b, history + t, h, d], `history` rows of the past before the rows of the queries.
+      window: None sees everything before the query too.
+      history_seen: how many of the history's last rows exist.
+      documents: int [b, t], a number per document; only without history.
+      block: queries taken at once. Never changes the numbers.
+    """
+    time, total = queries.shape[1], past.keys.shape[1]
+    history = total - time
+    window = total if window is None else min(window, total)
+    block = min(block, time)
+    blocks = -(-time // block)
+    # In padded coordinates query i is row `reach + i`, and block number j sees rows [j block, j block + span).
+    reach = min(-(-(window - 1) // block) * block, -(-total // block) * block)
+    span = reach + block
+    tail = blocks * block - time
+
+    def pad(x: jax.Array, front: int) -> jax.Array:
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (front, tail, 0), *[(0, 0, 0)] * (x.ndim - 2)])
+
+    past = KeyValues(*(pad(x, reach - history) for x in past))
+    queries = pad(queries, 0)
+    if documents is not None:
+        documents = pad(documents, reach)
+
+    @jax.checkpoint
+    def one_block(number: jax.Array) -> jax.Array:
+        start = number * block
+
+        def rows(x: jax.Array, offset: int | jax.Array, size: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, start + offset, size, axis=1)
+
+        query_row = (start + reach + jnp.arange(block, dtype=jnp.int32))[:, None]
+        key_row = (start + jnp.arange(span, dtype=jnp.int32))[None]
+        visible = (key_row <= query_row) & (query_row - key_row < window) & (key_row >= reach - history_seen)
+        visible = visible[None]
+        if documents is not None:
+            visible &= rows(documents, reach, block)[:, :, None] == rows(documents, 0, span)[:, None]
+        return attend(rows(queries, 0, block), KeyValues(*(rows(x, 0, span) for x in past)), prefix, visible)
+
+    outputs = jax.lax.map(one_block, jnp.arange(blocks, dtype=jnp.int32))
+    batch, _, *heads = queries.shape
+    return jnp.moveaxis(outputs, 0, 1).reshape(batch, blocks * block, *heads)[:, :time]

@@ -1,0 +1,1 @@
+"""How a rule is run: token by token, by associative scans, or chunk by chunk with matrix products."""

@@ -1,0 +1,132 @@
+"""What every token tells the memory: how much to keep, how far to step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.ops.matmul import to_state_dtype
+
+# Gates are clamped here before the logarithm, so that 1 - alpha = 0 and eta = 0 have a finite value and gradient. It is
+# far below what a cumulative product resolves, and far above float32's subnormals, which are flushed to 0.
+SMALLEST_RETENTION = 1e-30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gates:
+    """What every token tells the memory: how much to keep, how much past surprise to keep, how far to step.
+
+    log_retention = log(1 - alpha) <= 0 (-inf allowed), log_momentum = log(eta) <= 0, step_size = theta >= 0, each
+    [time] or [time, matrices] (one set per fast matrix, papers 1.11-e). log_momentum is None for gradient descent.
+    mask: [time] bool, False marks padding, which changes nothing; padding may only follow a document's last token.
+    bias_gate: [time] or [time, head_dim], what the attentional bias calls its own (the delta of Huber).
+
+    Channel-wise factors, each [time, head_dim] or None: log_key_retention acts on the inputs of the first fast matrix,
+    log_value_retention on the outputs of the last one (for a linear memory, rows and columns of the same matrix), and
+    key_step_size, value_step_size multiply the step there.
+
+    With n inner steps per token, step_size is [time, n] or [time, n, matrices], the channel-wise step sizes [time, n,
+    head_dim], bias_gate [time, n] or [time, n, head_dim]; retention acts once, with the first step.
+    """
+
+    log_retention: jax.Array
+    log_momentum: jax.Array | None
+    step_size: jax.Array
+    mask: jax.Array | None = None
+    bias_gate: jax.Array | None = None
+    log_key_retention: jax.Array | None = None
+    log_value_retention: jax.Array | None = None
+    key_step_size: jax.Array | None = None
+    value_step_size: jax.Array | None = None
+
+    @classmethod
+    def from_values(cls, forget: jax.Array, momentum: jax.Array | None, step_size: jax.Array, mask=None) -> Gates:
+        """Gates from the papers' alpha, eta, theta (Titans eq 8-14), each in [0, 1] but theta, which is >= 0.
+
+        Raises ValueError for values outside these ranges, where they are known (not under `jax.jit`).
+        """
+        for name, x, most in (("forget", forget, 1), ("momentum", momentum, 1), ("step_size", step_size, jnp.inf)):
+            check_range(name, x, most)
+
+        def log(x):
+            return jnp.log(jnp.maximum(x, SMALLEST_RETENTION))
+
+        return cls(log(1 - forget), None if momentum is None else log(momentum), step_size, mask)
+
+    def scalars(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """(log_retention, log_momentum, step_size), the leaves that weigh tokens."""
+        return self.log_retention, self.log_momentum, self.step_size
+
+    @property
+    def channel_wise(self) -> bool:
+        """Whether any retention or step size differs between channels."""
+        sides = (self.log_key_retention, self.log_value_retention, self.key_step_size, self.value_step_size)
+        return any(x is not None for x in sides)
+
+    @classmethod
+    def per_chunk(cls, forget, momentum, step_size, chunk_size: int) -> Gates:
+        """Gates constant inside a chunk (papers 1.6.8), from [chunks] or [chunks, matrices] alpha, eta, theta."""
+        repeat = lambda x: None if x is None else jnp.repeat(x, chunk_size, axis=0)  # noqa: E731
+        return cls.from_values(repeat(forget), repeat(momentum), repeat(step_size))
+
+
+def check_range(name: str, x: jax.Array | None, most: float) -> None:
+    """Refuse a gate with values below 0, above `most` or NaN, if they are known."""
+    if x is None or isinstance(x, jax.core.Tracer):
+        return
+    wrong = ~((x >= 0) & (x <= most))
+    if jnp.any(wrong):
+        value = float(jnp.ravel(x)[jnp.argmax(jnp.ravel(wrong))])
+        raise ValueError(f"{name} has the value {value:g}: it must be " + ("0 or more." if most > 1 else "in [0, 1]."))
+
+
+def complete_gates(rule: MemoryRule, gates: Gates, keys: jax.Array, matrices: int, dtype) -> Gates:
+    """Gates in the state's dtype: scalars [time, matrices], momentum only where the algorithm has it, the bias's own
+    [time, 1 or head_dim], and the algorithm's step size."""
+
+    def full(x, width):
+        if x is None:
+            return None
+        x = x.astype(dtype)[:, None] if x.ndim == 1 else x.astype(dtype)
+        return jnp.broadcast_to(x, (x.shape[0], max(width, x.shape[1])))
+
+    step_size = rule.algorithm.step_size(full(gates.step_size, matrices), to_state_dtype(keys))
+    cast = {
+        name: full(getattr(gates, name), 1)
+        for name in ("bias_gate", "log_key_retention", "log_value_retention", "key_step_size", "value_step_size")
+    }
+    momentum = full(gates.log_momentum, matrices) if rule.algorithm.has_momentum else None
+    return Gates(full(gates.log_retention, matrices), momentum, step_size, gates.mask, **cast)
+
+
+def unroll_inner_steps(steps: int, queries, keys, values, gates: Gates, resets):
+    """Tokens of several inner steps as a longer sequence of single steps; the last of a token's is its read."""
+
+    def flat(x):
+        return None if x is None else x.reshape(-1, *x.shape[2:])
+
+    def every(x):
+        return None if x is None else jnp.repeat(x, steps, axis=0)
+
+    def first(x):  # acts once, with the token's first step
+        if x is None:
+            return None
+        rest = jnp.zeros((x.shape[0], steps - 1, *x.shape[1:]), x.dtype)
+        return flat(jnp.concatenate([x[:, None], rest], axis=1))
+
+    gates = Gates(
+        first(gates.log_retention),
+        None,
+        flat(gates.step_size),
+        every(gates.mask),
+        flat(gates.bias_gate),
+        first(gates.log_key_retention),
+        first(gates.log_value_retention),
+        flat(gates.key_step_size),
+        flat(gates.value_step_size),
+    )
+    return every(queries), flat(keys), flat(values), gates, first(resets)

@@ -1,0 +1,154 @@
+"""Memory algorithms: how a token's inner gradient becomes a step (Miras, fourth choice), and what the memory then is.
+
+An algorithm sees the architecture through four functions that plain descent leaves as they are; least squares, which
+keeps sufficient statistics instead of a solution, replaces them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.ops.backend import target_platform
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How gradients are turned into the step S_t.
+
+    has_momentum: S is carried. steps: inner steps (key-value pairs) per token. decay_first: the gradient is taken at
+    the memory that retention has already acted on (Gated DeltaNet), not before it (Titans; papers 1.12).
+    linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay. fusible: a TPU kernel has
+    all the operations of it.
+    """
+
+    has_momentum = False
+    steps = 1
+    decay_first = False
+    linear_only = False
+    fusible = True
+
+    def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
+        """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim]."""
+        return step_size
+
+    def shapes(self, architecture, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """[in, out] of every fast matrix."""
+        return architecture.shapes(head_dim)
+
+    def slow(self, architecture, head_dim: int) -> dict[str, jax.Array]:
+        """Start values of slow parameters beside the fast weights' start."""
+        return architecture.slow(head_dim)
+
+    def read(self, architecture, linears, params, x: jax.Array) -> jax.Array:
+        """What a query reads, [..., head_dim]; linears(n) are n `linear`, each with its share of the outputs."""
+        (linear,) = linears(1)
+        return architecture.read(linear, params, x)
+
+    def inner_loss(self, architecture, bias, linear, params, key, value, gate, tap):
+        """The loss whose gradient is written: (losses [...], with the cotangent's tap added to what it judges)."""
+        return bias(architecture.read(linear, params, key) + tap, value, gate)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientDescent(Algorithm):
+    """S_t = -theta_t u_t (Miras eq 5); several steps per token are DeltaProduct's (papers 3.2), each at the memory its
+    predecessor left (chunk_size counts steps). Keys and values are then [time, steps, head_dim]."""
+
+    steps: int = 1
+    decay_first: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise ValueError(f"steps is {self.steps!r}: a token needs an integer of 1 or more, for example 2.")
+
+    @property
+    def linear_only(self) -> bool:
+        return self.decay_first
+
+
+@dataclasses.dataclass(frozen=True)
+class Momentum(Algorithm):
+    """S_t = eta_t S_{t-1} - theta_t u_t, past and momentary surprise (Titans eq 9-10)."""
+
+    has_momentum = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Implicit(Algorithm):
+    """The step that solves argmin_W theta/2 ||k W - v||^2 + 1/2 ||W - W_{t-1}||^2: theta / (1 + theta ||k||^2) of the
+    gradient (Longhorn; papers 1.12)."""
+
+    linear_only = True
+
+    def step_size(self, step_size, keys):
+        return step_size / (1 + step_size * jnp.sum(jnp.square(keys), axis=-1, keepdims=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeastSquares(Algorithm):
+    """W_t = argmin_W sum_i zeta_ti ||k_i W - v_i||^2 + ||ridge^(1/2) W||^2, exactly, at every token (Mesa; papers 4.6).
+
+    One fast matrix [head_dim, 2 head_dim] sums k^T v and k^T k with the retention zeta; a read solves (K + ridge) x = q
+    by conjugate gradients and is x times the sum of k^T v. The ridge is a learned positive diagonal ("log_ridge").
+    """
+
+    iterations: int = 30
+    ridge: float = 1.0
+    linear_only = True
+    fusible = False  # Mosaic has no custom_linear_solve
+
+    def __post_init__(self):
+        if not isinstance(self.iterations, int) or self.iterations < 1:
+            raise ValueError(f"iterations is {self.iterations!r}: it must be an integer of 1 or more, for example 30.")
+        if not self.ridge > 0:
+            raise ValueError(f"ridge is {self.ridge!r}: it must be above 0, for example 1.")
+
+    def shapes(self, architecture, head_dim):
+        return ((head_dim, 2 * head_dim),)
+
+    def slow(self, architecture, head_dim):
+        return {"log_ridge": jnp.full((head_dim,), jnp.log(self.ridge), jnp.float32)}
+
+    def read(self, architecture, linears, params, x):
+        values, keys = linears(2)
+        ridge = jnp.exp(params["log_ridge"].astype(x.dtype))
+
+        def covariance(y):
+            return keys(0, y) + y * jnp.broadcast_to(ridge, y.shape)
+
+        solve = lambda matvec, b: conjugate_gradients(matvec, b, self.iterations)  # noqa: E731
+        solution = jax.lax.custom_linear_solve(covariance, x, solve, symmetric=True)
+        return values(0, solution)
+
+    def inner_loss(self, architecture, bias, linear, params, key, value, gate, tap):
+        statistics = linear(0, key) + jnp.concatenate([tap, jnp.zeros_like(tap)], axis=-1)
+        return -jnp.sum(statistics * jnp.concatenate([value, key], axis=-1), axis=-1)
+
+
+def conjugate_gradients(matvec, right: jax.Array, iterations: int) -> jax.Array:
+    """x of A x = right for every row [..., n], each with its own symmetric positive definite A."""
+
+    def dot(x, y):
+        if target_platform() == "cpu":  # as a product: the sum of x * y takes XLA ten times as long there
+            return jnp.einsum("...n,...n->...", x, y, precision="highest")[..., None]
+        return jnp.sum(x * y, axis=-1, keepdims=True)
+
+    def ratio(x, y):  # a row that has converged stays where it is
+        return jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0)
+
+    def step(carry, _):
+        x, residual, direction, size = carry
+        image = matvec(direction)
+        length = ratio(size, dot(direction, image))
+        residual = residual - length * image
+        after = dot(residual, residual)
+        return (x + length * direction, residual, residual + ratio(after, size) * direction, after), None
+
+    start = (jnp.zeros_like(right), right, right, dot(right, right))
+    return jax.lax.scan(step, start, length=iterations)[0][0]
+
+
+gradient_descent, momentum, implicit, least_squares = GradientDescent, Momentum, Implicit, LeastSquares

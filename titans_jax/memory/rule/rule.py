@@ -1,0 +1,64 @@
+"""A memory rule: the four choices of Miras and a chunk size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from titans_jax.memory.rule.algorithms import Algorithm, LeastSquares
+from titans_jax.memory.rule.architectures import Architecture, Linear
+from titans_jax.memory.rule.biases import AttentionalBias, DotProduct
+from titans_jax.memory.rule.retentions import Retention
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRule:
+    """The four choices of Miras plus the chunk: what is remembered, how error is measured, kept and descended.
+
+    chunk_size is part of the model (papers 1.6.1): inner gradients are taken at the memory of the chunk's start.
+    learned_start: the memory starts from learned weights (Titans, TTT, Miras) or from zero (linear recurrent models).
+    Raises ValueError for choices that exclude each other.
+    """
+
+    architecture: Architecture
+    bias: AttentionalBias
+    retention: Retention
+    algorithm: Algorithm
+    chunk_size: int
+    learned_start: bool = True
+
+    def __post_init__(self):
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ValueError(f"chunk_size is {self.chunk_size!r}: it must be an integer of 1 or more, for example 16.")
+        kinds = {
+            "architecture": Architecture,
+            "bias": AttentionalBias,
+            "retention": Retention,
+            "algorithm": Algorithm,
+        }
+        for field, kind in kinds.items():
+            if not isinstance(getattr(self, field), kind):
+                raise ValueError(
+                    f"{field} is {getattr(self, field)!r}: it must be a value that {kind.__module__} makes."
+                )
+        if self.retention.positive and not self.architecture.normalized:
+            raise ValueError(
+                f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative "
+                "ones; use residual_mlp, whose norm takes the mean out, or decay()."
+            )
+        plain = isinstance(self.architecture, Linear) and self.bias.affine and self.retention.linear
+        if self.algorithm.linear_only and not plain:
+            raise ValueError(
+                f"algorithm is {self.algorithm}: it is defined for a linear memory with an L2 bias and decay; use "
+                "gradient_descent() or momentum() for any other."
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parallel forms give the token-by-token rule: its gradients do not depend on where they are taken,
+        or every token is a chunk of its own."""
+        hebbian = isinstance(self.bias, DotProduct) and isinstance(self.architecture, Linear)
+        return self.chunk_size == 1 or isinstance(self.algorithm, LeastSquares) or hebbian
+
+    def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """[in, out] of every fast matrix."""
+        return self.algorithm.shapes(self.architecture, head_dim)

@@ -1,0 +1,54 @@
+"""What a memory carries from token to token, and what each token cost it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Params = dict[str, Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MemoryState:
+    """Everything one memory carries from token to token; its size does not depend on how much it has read.
+
+    weights, momentum, anchor: one [in, out] matrix per fast weight, float32 (float64 when the inputs are); momentum is
+    empty for an algorithm without it. weights are what the rule's retention carries: the fast weights themselves for
+    `decay`, else an accumulator or logits, of which `readable` makes the fast weights. anchor: the same at the open
+    chunk's start, where gradients are taken. position: inner steps of the open chunk already taken, 0 .. chunk_size -
+    1; a Python int is static, the fast path.
+    """
+
+    weights: tuple[jax.Array, ...]
+    momentum: tuple[jax.Array, ...]
+    anchor: tuple[jax.Array, ...]
+    position: int | jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Surprise:
+    """What each token cost the memory at the anchor: its inner loss, and the norm of the loss's cotangent at the read.
+
+    loss, cotangent_norm: [time] float32, 0 at padding (Titans 3.1: the gradient is the momentary surprise).
+    """
+
+    loss: jax.Array
+    cotangent_norm: jax.Array
+
+
+def select_state(condition, when_true: MemoryState, when_false: MemoryState) -> MemoryState:
+    """Elementwise choice between two states."""
+    choose = functools.partial(jnp.where, condition)
+    return jax.tree.map(lambda a, b: choose(jnp.asarray(a), jnp.asarray(b)), when_true, when_false)
+
+
+def cast_state(state: MemoryState, dtype) -> MemoryState:
+    """The state with its matrices in `dtype`; its position as it is."""
+    cast = lambda matrices: tuple(m.astype(dtype) for m in matrices)  # noqa: E731
+    return MemoryState(cast(state.weights), cast(state.momentum), cast(state.anchor), state.position)

@@ -1,0 +1,131 @@
+"""Channel-wise retention: sums over past tokens in which every channel forgets at its own rate (papers 1.12, 3.6).
+
+What is left at token t of token i is exp of the log gates summed from i + 1 to t. Taken apart at the first token, its
+two factors overflow (0.5^-64); taken apart at a token between i and t, both are at most 1. So a later half of tokens
+reads the earlier one through the border between them, exactly and by a matrix product, at every level of `recursive_blocks`.
+Sums of gates are matrix products too, with a 0/1 matrix, and subtract nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.forms.decay import LOG_CUT
+from titans_jax.ops import recursive_blocks
+from titans_jax.ops.matmul import broadcast_column, inner_products
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelDecay:
+    """What log gates [tokens, channels] of a block, at least LOG_CUT and 0 at padding, leave of every channel.
+
+    visible: bool [tokens, tokens], whether token t is in the document of i <= t; None where all are in one.
+    """
+
+    log_gate: jax.Array
+    visible: jax.Array | None = None
+
+    def since_start(self) -> jax.Array:
+        """[tokens, channels]: of what the block, or in it the token's document, starts with, at each token."""
+        return jnp.exp(cumulative(self.log_gate, self.visible))
+
+    def to_end(self) -> jax.Array:
+        """[tokens, channels]: of each token, at the block's last."""
+        ones = jnp.ones((len(self.log_gate), len(self.log_gate)), bool)
+        return jnp.exp(cumulative(self.log_gate, jnp.triu(ones, 1)))
+
+    def whole(self) -> jax.Array:
+        """[channels, 1]: of the block's start, at its last token."""
+        return self.since_start()[-1:].T
+
+    def scores(self, xs, y: jax.Array, operand_dtype, steps: int = 1) -> list[jax.Array]:
+        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, if visible, of every x.
+
+        steps: only the first of every so many tokens has gates that are not 0.
+        """
+        visible = jnp.tri(len(y), dtype=bool) if self.visible is None else self.visible
+        return decayed_scores(xs, y, self.log_gate, visible, steps)
+
+    def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
+        """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
+        return decayed_mix(scores, deltas, self.log_gate)
+
+
+def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Log gates [tokens, channels], 0 at padding, none below exp(LOG_CUT)."""
+    log_gate = jnp.maximum(log_gate, LOG_CUT)
+    return log_gate if mask is None else jnp.where(mask[:, None], log_gate, 0)
+
+
+def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Array:
+    """K [tokens, channels]: the sum of log gates until each token, itself included, of all or of the visible tokens."""
+    until = jnp.tril(jnp.ones((len(log_gate), len(log_gate)), bool)) if visible is None else visible
+    return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
+
+
+def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, steps: int) -> list[jax.Array]:
+    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
+
+    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular; steps: see
+    `ChannelDecay.scores`.
+    """
+    if log_gate.shape[1] == 1:
+        K = broadcast_column(cumulative(log_gate), len(log_gate))
+        decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
+        return [inner_products(x, y, x.dtype) * decay for x in xs]
+    steps = steps if len(y) % steps == 0 else 1
+    part = jnp.arange(len(y), dtype=jnp.int32)[None] // steps
+    # No gate is between a token and itself, nor between steps.
+    near = [jnp.where(part.T == part, inner_products(x, y, x.dtype), 0) for x in xs]
+    tokens, xs, y = len(y), [to_parts(x, steps) for x in xs], to_parts(y, steps)
+    scores = [jnp.zeros((len(y), steps, steps), y.dtype) for _ in xs]
+    for until, after in to_borders(jnp.concatenate([to_parts(log_gate, steps)[:, :1]] * steps, axis=1)):
+        early, late = recursive_blocks.halves(y)
+        faded, fading = early * jnp.exp(after), jnp.exp(until)
+        # The same rows again: their gradients then add up level by level, not in one sum of slices of all levels.
+        y = recursive_blocks.merge(early, late)
+        for reader, x in enumerate(xs):
+            early, late = recursive_blocks.halves(x)
+            across = jnp.einsum("ntc,nic->nti", late * fading, faded, precision="highest")
+            scores[reader] = recursive_blocks.join(scores[reader], across)
+            xs[reader] = recursive_blocks.merge(early, late)
+    scores = [own + past[0, :tokens, :tokens] for own, past in zip(near, scores, strict=True)]
+    return [jnp.where(visible, of_x, 0) for of_x in scores]
+
+
+def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:
+    """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular."""
+    tokens, deltas = len(deltas), to_parts(deltas)
+    diagonal, squares = recursive_blocks.squares(recursive_blocks.padded(scores, 2))
+    mixed = broadcast_column(diagonal[:, None], deltas.shape[2])[:, None] * deltas
+    for (until, after), across in zip(to_borders(to_parts(log_gate)), squares, strict=True):
+        early, late = recursive_blocks.halves(deltas)
+        read = jnp.einsum("nti,nio->nto", across, early * jnp.exp(after), precision="highest") * jnp.exp(until)
+        deltas = recursive_blocks.merge(early, late)
+        early, late = recursive_blocks.halves(mixed)
+        mixed = recursive_blocks.merge(early, late + read)
+    return mixed[0, :tokens]
+
+
+def to_borders(until: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """Per level, the sums of log gates between tokens and the border between the halves of their part, [parts, half,
+    channels]: of the later half's tokens, from the border until the token; of the earlier's, behind it.
+
+    until: the sums inside the smallest parts, whose first tokens alone have gates, [parts, size, channels].
+    """
+    after, sums = jnp.zeros_like(until), []
+    while len(until) > 1:
+        (early_until, until), (after, late_after) = recursive_blocks.halves(until), recursive_blocks.halves(after)
+        sums.append((until, after))
+        after = recursive_blocks.merge(after + until[:, -1:], late_after)
+        until = recursive_blocks.merge(early_until, until + early_until[:, -1:])
+    return sums
+
+
+def to_parts(x: jax.Array, size: int = 1) -> jax.Array:
+    """[tokens, channels] in parts, [parts, size, channels], as many as a power of two, with zeros behind."""
+    return recursive_blocks.padded(x.reshape(-1, size, x.shape[1]))

@@ -1,0 +1,113 @@
+"""Matrix products in the right precision: operands in their own dtype, sums in float32 (float64 for float64)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.ops.backend import target_platform
+
+
+def matmul(x: jax.Array, y: jax.Array | Transposed, operand_dtype) -> jax.Array:
+    """x @ y with operands in operand_dtype, accumulated and returned in float32 (float64 for float64)."""
+    if isinstance(y, Transposed):
+        return inner_products(x, y.array, operand_dtype)
+    x, y = x.astype(operand_dtype), y.astype(operand_dtype)
+    return jnp.matmul(x, y, precision=precision(operand_dtype), preferred_element_type=state_dtype(operand_dtype))
+
+
+def matmul_three_pass(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+    """`matmul`, for operands in bfloat16 by twice its digits: where errors of one product would be those of all."""
+    if operand_dtype != jnp.bfloat16:
+        return matmul(x, y, operand_dtype)
+    (x, x_rest), (y, y_rest) = split_bfloat16(x), split_bfloat16(y)
+    return sum(matmul(*part, operand_dtype) for part in ((x, y), (x, y_rest), (x_rest, y)))
+
+
+def split_bfloat16(x):
+    """x as the sum of two numbers of bfloat16."""
+    most = x.astype(jnp.bfloat16)
+    return most, (x - most.astype(x.dtype)).astype(jnp.bfloat16)
+
+
+def inner_products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+    """x @ y.T, every row of x [t, n] with every row of y [i, n], as `matmul`."""
+    return contract(x, y, 1, operand_dtype)
+
+
+def outer_products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+    """x.T @ y, the sum over tokens of x_t^T y_t: [t, in] and [t, out] -> [in, out], as `matmul`."""
+    return contract(x, y, 0, operand_dtype)
+
+
+def weighted_outer_products(rows, inner, deltas, operand_dtype, transposed=False):
+    """Sums over tokens of row_i inner_i^T deltas_i, [in, out], one per row [1, tokens], by one product.
+
+    The rows scale the narrower side: transposed, that is a product with as many rows, and the wider side is read once.
+    """
+    if inner.shape[1] > deltas.shape[1]:
+        totals = weighted_outer_products(rows, deltas, inner, operand_dtype)
+        return [Transposed(total) if transposed else total.T for total in totals]
+    if len(rows) == 1 and target_platform() == "cpu":  # see `contract`
+        return [outer_products(rows[0].T * inner, deltas, operand_dtype)]
+    stacked = concatenate_operands([row * inner.T for row in rows], operand_dtype)
+    return jnp.split(matmul(stacked, deltas, operand_dtype), len(rows))
+
+
+def concatenate_operands(operands, operand_dtype, axis: int = 0) -> jax.Array:
+    """Operands of a product side by side, each cast by itself: what another product takes too is cast once."""
+    return jnp.concatenate([x.astype(operand_dtype) for x in operands], axis=axis)
+
+
+def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
+    """The sum over this axis of both, named to the compiler: a transpose of its own costs a kernel dearly."""
+    x, y, dimensions = x.astype(operand_dtype), y.astype(operand_dtype), (((axis,), (axis,)), ((), ()))
+    return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), state_dtype(operand_dtype))
+
+
+def broadcast_column(column, width: int):
+    """A column [n, 1] as [n, width], on a CPU by a product; rows or numbers that need no widening as they are.
+
+    Its gradient is then a product too, not a sum of elementwise products, at which XLA on a CPU is ten times slower.
+    """
+    if jnp.ndim(column) == 0 or column.shape[1] == width:
+        return column
+    if target_platform() != "cpu":
+        return jnp.broadcast_to(column, (len(column), width))
+    return matmul(column, jnp.ones((1, width), column.dtype), column.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A fast matrix [in, out] kept as `array` [out, in]: where out is narrow, lanes are full only that way."""
+
+    array: jax.Array
+
+    @property
+    def shape(self):
+        return self.array.shape[::-1]
+
+    def __mul__(self, scale):
+        return Transposed(self.array * scale)
+
+    def __add__(self, other):
+        return Transposed(self.array + other.array)
+
+    __rmul__ = __mul__
+
+
+def precision(operand_dtype) -> jax.lax.Precision:
+    """One pass for bfloat16 operands, all digits for wider ones."""
+    return jax.lax.Precision.DEFAULT if operand_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+
+
+def state_dtype(dtype) -> jnp.dtype:
+    """The dtype of memory states: float64 for float64 inputs, float32 for everything else."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def to_state_dtype(x: jax.Array) -> jax.Array:
+    return x.astype(state_dtype(x.dtype))

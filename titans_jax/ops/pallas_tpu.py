@@ -1,0 +1,195 @@
+"""Arrays of many heads as the blocks that a Pallas TPU kernel takes of them, and trees of references to such blocks.
+
+Leaves have n heads in front and are taken so many at a time: three axes, [n, rows, columns], stay for all of a head's
+steps; four, [n, chunks, rows, columns], are taken in groups of chunks; `Beside` is the layout of a model's tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from titans_jax.ops.backend import LANES, SUBLANES, target_platform
+
+VMEM_SHARE = 0.8
+"""Of a core's VMEM, what a kernel may use; the rest is the compiler's."""
+
+
+class Steps(NamedTuple):
+    """The grid: `rows` sequences of `heads` heads each, `most_heads` at a time, or what VMEM holds; of every head
+    `groups` groups of `chunks` chunks. head_bytes: what a head's values on their way take, beside its blocks."""
+
+    rows: int
+    heads: int
+    most_heads: int
+    chunks: int
+    groups: int
+    head_bytes: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Numbers of a sequence's heads side by side, `array` [rows, chunks, tokens, heads * width]: what projections and
+    norms have in lanes that are full, and what needs no copy on its way to the kernel."""
+
+    array: Any
+    width: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, x: jax.Array, heads: int) -> Beside:
+        """Of [n, chunks, tokens, width]."""
+        n, chunks, tokens, width = x.shape
+        x = jnp.moveaxis(x.reshape(-1, heads, chunks, tokens, width), 1, 3)
+        return cls(x.reshape(n // heads, chunks, tokens, heads * width), width)
+
+    def apart(self) -> jax.Array:
+        """`of` undone."""
+        rows, chunks, tokens, _ = self.array.shape
+        x = self.array.reshape(rows, chunks, tokens, -1, self.width)
+        return jnp.moveaxis(x, 3, 1).reshape(-1, chunks, tokens, self.width)
+
+    def astype(self, dtype) -> Beside:
+        return Beside(self.array.astype(dtype), self.width)
+
+    def load(self, chunk) -> jax.Array:
+        """One chunk of all heads of a block of references, [n, tokens, width]."""
+        x = self.array[:, chunk]
+        heads = [x[..., i : i + self.width] for i in range(0, x.shape[-1], self.width)]
+        return jnp.stack(heads, axis=1).reshape(-1, x.shape[1], self.width)
+
+    def store(self, x: jax.Array, chunk) -> None:
+        """`load` undone."""
+        heads = self.array.shape[-1] // self.width
+        x = x.reshape(-1, heads, *x.shape[1:]).astype(self.array.dtype)
+        self.array[:, chunk] = jnp.concatenate([x[:, i] for i in range(heads)], axis=-1)
+
+
+def is_beside(x) -> bool:
+    return isinstance(x, Beside)
+
+
+def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch: list, backwards: bool):
+    """Run `kernel(*inputs, *outputs, *scratch)` on trees of references, over the grid.
+
+    scratch: trees of shapes [n, ...] of what stays in VMEM from one step to the next.
+    """
+    parts = [jax.tree.flatten(tree, is_leaf=is_beside) for tree in (inputs, outputs, scratch)]
+    (inputs, _), (outputs, structure), (scratch, _) = parts
+    vmem = VMEM_SHARE * vmem_bytes()
+    # What comes and goes has two buffers.
+    head_bytes = steps.head_bytes + sum(2 * bytes_of_head(x, steps) for x in inputs + outputs)
+    head_bytes += sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
+    widths = {x.width for x in inputs + outputs if is_beside(x)}
+    heads = heads_of_step(steps, widths, min(steps.most_heads, int(vmem / head_bytes)))
+    across = max(steps.heads // heads, 1)  # steps that a sequence's heads take
+
+    def spec(x):
+        if not is_beside(x) and x.ndim == 3:
+            return pl.BlockSpec((heads, *x.shape[1:]), lambda i, g: (i, 0, 0))
+        group = (lambda g: steps.groups - 1 - g) if backwards else (lambda g: g)
+        if not is_beside(x):
+            block = (heads, x.shape[1] // steps.groups, *x.shape[2:])
+            return pl.BlockSpec(block, lambda i, g: (i, group(g), 0, 0))
+        rows, chunks, tokens, lanes = x.array.shape
+        block = (heads * across // steps.heads, chunks // steps.groups, tokens, lanes // across)
+        return pl.BlockSpec(block, lambda i, g: (i // across, group(g), 0, i % across))
+
+    def flat_kernel(*references):
+        trees, references = [], iter(references)
+        for leaves, treedef in parts:
+            trees += treedef.unflatten([same_layout(x, next(references)) for x in leaves])
+        kernel(*trees)
+
+    found = pl.pallas_call(
+        flat_kernel,
+        grid=(steps.rows * steps.heads // heads, steps.groups),
+        in_specs=[spec(x) for x in inputs],
+        out_specs=[spec(x) for x in outputs],
+        out_shape=[x.array if is_beside(x) else x for x in outputs],
+        scratch_shapes=[pltpu.VMEM((heads, *x.shape[1:]), x.dtype) for x in scratch],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(vmem)),
+        interpret=target_platform() != "tpu",
+        name=name,
+    )(*[x.array if is_beside(x) else x for x in inputs])
+    return structure.unflatten(map(same_layout, outputs, found))
+
+
+def same_layout(like, array):
+    """An array, or a reference, in the layout of another."""
+    return Beside(array, like.width) if is_beside(like) else array
+
+
+def heads_of_step(steps: Steps, widths: set[int], most: int) -> int:
+    """Heads of a step: some of one sequence's, whose numbers fill whole registers, or all of some sequences'."""
+    parts = [h for h in range(1, steps.heads) if steps.heads % h == 0 and all(h * w % LANES == 0 for w in widths)]
+    whole = [steps.heads * rows for rows in range(1, steps.rows + 1) if steps.rows % rows == 0]
+    return max((h for h in parts + whole if h <= most), default=(parts + whole)[0])
+
+
+def bytes_of_head(x, steps: Steps) -> int:
+    """Bytes of a head's part of a block in VMEM."""
+    if is_beside(x):
+        _, chunks, *tokens = x.array.shape
+        return tiled_bytes((chunks // steps.groups, *tokens), x.array.dtype) // steps.heads
+    return tiled_bytes(x.shape[1:] if x.ndim == 3 else (x.shape[1] // steps.groups, *x.shape[2:]), x.dtype)
+
+
+def tiled_bytes(shape: tuple[int, ...], dtype) -> int:
+    """Bytes of an array in VMEM, where its last two axes are whole tiles."""
+    *rest, rows, columns = shape
+    tiles = -(-rows // SUBLANES) * -(-columns // LANES)
+    return math.prod(rest) * tiles * SUBLANES * LANES * jnp.dtype(dtype).itemsize
+
+
+def vmem_bytes() -> int:
+    """VMEM of a core of what is compiled for; of a large one where there is none."""
+    return pltpu.get_tpu_info().vmem_capacity_bytes if target_platform() == "tpu" else 128 * 2**20
+
+
+# Trees of references
+
+
+def read(references, *chunk):
+    """The values of all heads, at one chunk."""
+
+    def load(ref):
+        return ref.load(*chunk) if is_beside(ref) else ref[(slice(None), *chunk)]
+
+    return jax.tree.map(load, references, is_leaf=is_beside)
+
+
+def write(references, values, *chunk):
+    """Store values of all heads, at one chunk."""
+
+    def store(ref, x):
+        if is_beside(ref):
+            ref.store(x, *chunk)
+        else:
+            ref[(slice(None), *chunk)] = x.astype(ref.dtype)
+
+    jax.tree.map(store, references, values, is_leaf=is_beside)
+
+
+def copy(source, target):
+    """Store all of one tree of references in another."""
+
+    def store(a, b):
+        b[...] = a[...]
+
+    jax.tree.map(store, source, target)
+
+
+def clear(references):
+    """Store zeros."""
+
+    def store(ref):
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+    jax.tree.map(store, references)

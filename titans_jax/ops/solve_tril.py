@@ -1,0 +1,88 @@
+"""Unit lower-triangular systems, (I + strictly lower) x = right, by substitution in the operands' dtype.
+
+No Newton-Schulz, no powers of the nilpotent part (design 3.2): [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.ops import recursive_blocks
+from titans_jax.ops.backend import SUBLANES
+from titans_jax.ops.matmul import inner_products, matmul, matmul_three_pass, outer_products
+
+ROWS = SUBLANES
+"""Of a block on the diagonal that is solved row by row: a register's."""
+
+
+def inverse(lower: jax.Array) -> jax.Array:
+    """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none."""
+    size = len(lower)
+    return by_halvings(jax.lax.stop_gradient(recursive_blocks.padded(lower, 2)))[:size, :size]
+
+
+def inverse_in_kernel(lower: jax.Array, operand_dtype) -> jax.Array:
+    """The same in a TPU's kernel, n a power of two. Operands of a memory in bfloat16 allow half of the passes: errors
+    of 1e-5 then, where those operands are known to 4e-3."""
+    return by_rows(jax.lax.stop_gradient(lower), operand_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def solve(transposed: bool, lower: jax.Array, inverse: jax.Array, right: jax.Array) -> jax.Array:
+    """x of (I + lower) x = right, or of its transpose, [n, columns], by the inverse."""
+    product = outer_products if transposed else matmul
+    return product(inverse, right, right.dtype)
+
+
+def solve_forward(transposed, lower, inverse, right):
+    x = solve(transposed, lower, inverse, right)
+    return x, (lower, inverse, x)
+
+
+def solve_backward(transposed, residuals, cotangent):
+    lower, inverse, x = residuals
+    of_right = solve(not transposed, lower, inverse, cotangent)
+    pair = (x, of_right) if transposed else (of_right, x)
+    return -inner_products(*pair, cotangent.dtype), None, of_right
+
+
+solve.defvjp(solve_forward, solve_backward)
+
+
+def by_halvings(lower: jax.Array) -> jax.Array:
+    """The inverse, n a power of two, from single rows up: in the fewest multiplications."""
+    diagonal, squares = recursive_blocks.squares(lower)
+    found = jnp.ones_like(diagonal)[:, None, None]
+    for across in squares:
+        earlier, later = recursive_blocks.halves(found)
+        right = matmul(across, earlier, lower.dtype)
+        found = recursive_blocks.join(found, -matmul(later, right, lower.dtype))
+    return found[0]
+
+
+def by_rows(lower: jax.Array, operand_dtype) -> jax.Array:
+    """The inverse, n a power of two, row by row in blocks on the diagonal and from there up by products as wide as the
+    matrix: a matrix unit that is not filled takes as long, and nothing moves over lanes."""
+    size = len(lower)
+    rows = min(size, ROWS)
+    t, i = (jax.lax.broadcasted_iota(jnp.int32, lower.shape, axis) for axis in (0, 1))
+    found = jnp.where(t == i, 1, jnp.zeros_like(lower)).reshape(-1, rows, size)
+    blocks = jnp.stack([lower[at : at + rows, at : at + rows] for at in range(0, size, rows)])
+    for row in range(rows - 1):
+        found = found - blocks[:, :, row : row + 1] * found[:, row : row + 1]
+    while len(found) > 1:
+        (earlier, later), (_, across) = (
+            recursive_blocks.halves(found),
+            recursive_blocks.halves(lower.reshape(found.shape)),
+        )
+        part, column = (jax.lax.broadcasted_iota(jnp.int32, across.shape, axis) for axis in (0, 2))
+        across = jnp.where(column // across.shape[1] == 2 * part, across, 0)
+        right = matmul_three_pass(across.reshape(-1, size), found.reshape(lower.shape), operand_dtype)
+        right = right.reshape(later.shape)
+        right = recursive_blocks.merge(jnp.zeros_like(right), right).reshape(lower.shape)
+        later = later - matmul_three_pass(later.reshape(-1, size), right, operand_dtype).reshape(later.shape)
+        found = recursive_blocks.merge(earlier, later)
+    return found[0]
