@@ -29,7 +29,7 @@ def save_csv(rows: Sequence[Any], file: Path) -> None:
 
 
 def save_json(value: Any, file: Path) -> None:
-    """Write a value as indented JSON; dataclasses, inside lists and dictionaries too, become objects. Makes the folder."""
+    """Write a value as indented JSON, dataclasses in it as objects. Makes the folder; replaces the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(value, indent=2, default=_fields) + "\n")
 

@@ -6,10 +6,10 @@ from collections import Counter
 from rich.console import Console
 
 from titans_jax.config import Config
+from titans_jax.ops.chips import GENERATIONS
 from titans_jax.tpu import relative
 from titans_jax.tpu.compile import DoesNotFit, Report
 from titans_jax.tpu.schedules import Kernels
-from titans_jax.tpu.topology import GENERATIONS
 
 
 def compiler(config, topology):

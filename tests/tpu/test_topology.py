@@ -5,7 +5,8 @@ import importlib.util
 import pytest
 
 from titans_jax.config import ConfigError
-from titans_jax.tpu.topology import GENERATIONS, describe, find_topology, peak_flops, slice_shapes
+from titans_jax.ops.chips import GENERATIONS, peak_flops
+from titans_jax.tpu.topology import describe, find_topology, slice_shapes
 
 
 @pytest.mark.parametrize(

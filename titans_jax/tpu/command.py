@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from titans_jax.config import Config, ConfigError
+from titans_jax.ops.chips import GIB
 from titans_jax.tpu.compile import DoesNotFit, Report, compile_step, nearest_fit
-from titans_jax.tpu.topology import GIB, find_topology
+from titans_jax.tpu.topology import find_topology
 
 
 @dataclass(frozen=True)

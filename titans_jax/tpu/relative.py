@@ -5,26 +5,41 @@ a row is, in one microbatch. What is compared is `Report.tokens_per_second`; see
 out. A program with Pallas kernels whose schedule is not known is not compared.
 """
 
-import csv
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from titans_jax import plots
 from titans_jax.config import Config, MeshConfig
+from titans_jax.ops.chips import Generation
 from titans_jax.tpu.compile import DoesNotFit, Report, compile_step
-from titans_jax.tpu.topology import Generation, Topology, slice_shapes
+from titans_jax.tpu.topology import Topology, slice_shapes
 
 TOKENS = 8192
 """Tokens a chip takes at once, as the configurations of the papers cut their batches; more where a row is longer."""
 
 BASELINE = "transformer"
-FIELDS = (
-    "topology", "model", "length", "tokens_per_second", "relative", "utilisation", "headroom_gib", "kernels",
-    "most_cycles",
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model at one length; None for what is not known, all but the first three where the step does not fit.
+
+    relative: tokens_per_second over the baseline's. most_cycles: the sources that take the most, with their shares.
+    """
+
+    topology: str
+    model: str
+    length: int
+    tokens_per_second: int | None = None
+    relative: float | None = None
+    utilisation: float | None = None
+    headroom_gib: float | None = None
+    kernels: str | None = None
+    most_cycles: str | None = None
 
 
 def compare(
@@ -38,19 +53,16 @@ def compare(
     """Compile a Transformer++ of config's size and `models`, blocks by name, at every length; print each as it comes,
     and write relative_<generation>.csv and .png into `folder`. What does not fit has no figures."""
     topology = Topology(generation, slice_shapes(generation)[0])
-    folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for length in lengths:
         baseline = None
         for model in (BASELINE, *models):
             report = _compile(config, "attention" if model == BASELINE else model, topology, length)
             baseline = report if model == BASELINE else baseline
             rows.append(_row(model, topology, length, report, baseline))
-            console.print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), soft_wrap=True)
-            with (folder / f"relative_{generation.name}.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, FIELDS)
-                writer.writeheader()
-                writer.writerows(rows)
+            known = {name: value for name, value in dataclasses.asdict(rows[-1]).items() if value is not None}
+            console.print("  ".join(f"{name} {value}" for name, value in known.items()), soft_wrap=True)
+            plots.save_csv(rows, folder / f"relative_{generation.name}.csv")
     _plot(rows, topology, folder / f"relative_{generation.name}.png")
 
 
@@ -70,42 +82,42 @@ def _compile(config: Config, block: str, topology: Topology, length: int) -> Rep
         return None
 
 
-def _row(model: str, topology: Topology, length: int, report: Report | None, baseline: Report | None) -> dict[str, Any]:
-    row: dict[str, Any] = {"topology": topology.name, "model": model, "length": length}
+def _row(model: str, topology: Topology, length: int, report: Report | None, baseline: Report | None) -> Row:
     if report is None:
-        return row | {"most_cycles": "does not fit"}
+        return Row(topology.name, model, length, most_cycles="does not fit")
     shares = [f"{source} {cycles / report.cycles.total():.0%}" for source, cycles in report.cycles.most_common(4)]
-    row["tokens_per_second"] = round(report.tokens_per_second)
+    relative = None
     if baseline is not None and all(each.kernels.calls == each.kernels.scheduled for each in (report, baseline)):
-        row["relative"] = round(report.tokens_per_second / baseline.tokens_per_second, 3)
-    row["utilisation"] = round(report.utilisation, 4)
-    row["headroom_gib"] = round(report.headroom / 2**30, 2)
-    row["kernels"] = f"{report.kernel_share:.0%} of the cycles"
+        relative = round(report.tokens_per_second / baseline.tokens_per_second, 3)
+    kernels = f"{report.kernel_share:.0%} of the cycles"
     if report.kernels.calls > report.kernels.scheduled:
-        row["kernels"] += f", {report.kernels.calls - report.kernels.scheduled} calls without a schedule"
-    return row | {"most_cycles": ", ".join(shares)}
-
-
-def _plot(rows: list[dict[str, Any]], topology: Topology, file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for model in dict.fromkeys(row["model"] for row in rows):
-        points = [(row["length"], row["relative"]) for row in rows if row["model"] == model and "relative" in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=model)
-    axes.set(
-        xlabel="tokens in a row",
-        ylabel=f"estimated tokens/s over {BASELINE}",
-        title=f"{topology.name}, at least {TOKENS:,} tokens a chip and step (compiler's estimate)",
+        kernels += f", {report.kernels.calls - report.kernels.scheduled} calls without a schedule"
+    return Row(
+        topology.name,
+        model,
+        length,
+        tokens_per_second=round(report.tokens_per_second),
+        relative=relative,
+        utilisation=round(report.utilisation, 4),
+        headroom_gib=round(report.headroom / 2**30, 2),
+        kernels=kernels,
+        most_cycles=", ".join(shares),
     )
-    lengths = sorted({row["length"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
+
+
+def _plot(rows: list[Row], topology: Topology, file: Path) -> None:
+    with plots.figure(file, dpi=120) as axes:
+        for model in dict.fromkeys(row.model for row in rows):
+            points = [(row.length, row.relative) for row in rows if row.model == model and row.relative is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=model)
+        axes.set(
+            xlabel="tokens in a row",
+            ylabel=f"estimated tokens/s over {BASELINE}",
+            title=f"{topology.name}, at least {TOKENS:,} tokens a chip and step (compiler's estimate)",
+        )
+        lengths = sorted({row.length for row in rows})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.set_ylim(bottom=0)
+        axes.legend()

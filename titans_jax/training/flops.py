@@ -11,7 +11,7 @@ from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.memory_gates import GATES, channel_gates, scalar_gates
 from titans_jax.memory.forms.delta_rule import TOKENS_PER_BLOCK
-from titans_jax.tpu.topology import peak_flops
+from titans_jax.ops.chips import peak_flops
 
 
 def training_flops_per_token(model: ModelConfig, time: int) -> float:
