@@ -16,13 +16,14 @@ from jax.experimental import multihost_utils
 
 from titans_jax import data
 from titans_jax.data import ByteTokenizer, Tokenizer
+from titans_jax.errors import TitansError
 from titans_jax.models.language_model import granularity
 
 Batch = dict[str, jax.Array]
 EvaluationStep = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 
 
-class EvaluationError(ValueError):
+class EvaluationError(TitansError, ValueError):
     """Data on which nothing can be measured."""
 
 

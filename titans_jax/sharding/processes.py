@@ -26,13 +26,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from titans_jax.config import ConfigError, ProcessesConfig
+from titans_jax.errors import TitansError
 
 PATIENCE = 300
 """Seconds that a process waits for the others at the start."""
 
 
-class ProcessesError(RuntimeError):
+class ProcessesError(TitansError, RuntimeError):
     """The processes cannot work together. The message says what is missing."""
+
+    exit_code = 1
 
 
 def start(config: ProcessesConfig) -> None:

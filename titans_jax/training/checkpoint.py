@@ -15,14 +15,17 @@ import jax
 import orbax.checkpoint as ocp
 
 from titans_jax.config import Config, ConfigError, from_dict, leaves, to_dict
+from titans_jax.errors import TitansError
 from titans_jax.sharding import processes
 
 # Fields of model and data that a run may change when it resumes: they alter speed or place, not meaning.
 MAY_CHANGE = frozenset({"model.remat", "model.memory.form", "data.path", "data.validation_path"})
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(TitansError, RuntimeError):
     """A checkpoint that cannot be written or read. The message says what is still safe."""
+
+    exit_code = 1
 
 
 class Checkpoints:

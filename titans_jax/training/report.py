@@ -9,6 +9,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from titans_jax.errors import TitansError
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.metrics import MetricsWriter
 
@@ -18,8 +19,10 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStopped(TitansError, RuntimeError):
     """Training cannot go on; the message says why and from where it can."""
+
+    exit_code = 1
 
 
 class Report:
