@@ -21,9 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from titans_jax import sharding
 from titans_jax.config import Config, ConfigError
+from titans_jax.ops.chips import GIB
 from titans_jax.tpu.hlo import Collective, Program
 from titans_jax.tpu.schedules import Kernels, compiling, kernel_cycles
-from titans_jax.tpu.topology import GIB, Topology, describe
+from titans_jax.tpu.topology import Topology, describe
 from titans_jax.training.flops import training_flops_per_token
 from titans_jax.training.mesh import mesh_of
 from titans_jax.training.optimizer import make_optimizer
