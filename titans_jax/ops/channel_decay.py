@@ -1,8 +1,11 @@
-"""Channel-wise retention: sums over past tokens in which every channel forgets at its own rate (papers 1.12, 3.6).
+"""Channel-wise decay: sums over past tokens in which every channel forgets at its own rate.
+
+See memory/README.md, Channel-wise retention; `channel_decay_pallas` is the same inside a TPU kernel.
 
 What is left at token t of token i is exp of the log gates summed from i + 1 to t. Taken apart at the first token, its
 two factors overflow (0.5^-64); taken apart at a token between i and t, both are at most 1. So a later half of tokens
-reads the earlier one through the border between them, exactly and by a matrix product, at every level of `recursive_blocks`.
+reads the earlier one through the border between them, exactly and by a matrix product, at every level of
+`recursive_blocks`.
 Sums of gates are matrix products too, with a 0/1 matrix, and subtract nothing.
 """
 
@@ -13,9 +16,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms.decay import LOG_CUT
-from titans_jax.ops import recursive_blocks
-from titans_jax.ops.matmul import broadcast_column, inner_products
+from titans_jax.ops import matmul, recursive_blocks
+from titans_jax.ops.matmul import inner_products
+
+LOG_CUT = -30.0
+"""A gate below exp(-30), about 1e-13, cuts: nothing from before it survives it. Products across a cut are exactly 0, and
+the products beside it keep full precision because the cut never enters a cumulative sum (a -inf or a -87 would)."""
 
 
 @jax.tree_util.register_dataclass
@@ -28,6 +34,7 @@ class ChannelDecay:
 
     log_gate: jax.Array
     visible: jax.Array | None = None
+    broadcast_column = staticmethod(matmul.broadcast_column)
 
     def since_start(self) -> jax.Array:
         """[tokens, channels]: of what the block, or in it the token's document, starts with, at each token."""
@@ -48,11 +55,23 @@ class ChannelDecay:
         steps: only the first of every so many tokens has gates that are not 0.
         """
         visible = jnp.tri(len(y), dtype=bool) if self.visible is None else self.visible
+        if self.log_gate.shape[1] == 1:
+            K = self.broadcast_column(cumulative(self.log_gate), len(self.log_gate))
+            decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
+            return [inner_products(x, y, x.dtype) * decay for x in xs]
         return decayed_scores(xs, y, self.log_gate, visible, steps)
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
         """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
-        return decayed_mix(scores, deltas, self.log_gate)
+        return decayed_mix(scores, deltas, self.log_gate, self.broadcast_column)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChannelDecayByProducts(ChannelDecay):
+    """The same with columns broadcast by products, as a CPU's gradients want it."""
+
+    broadcast_column = staticmethod(matmul.broadcast_column_by_product)
 
 
 def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -70,13 +89,9 @@ def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Arr
 def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, steps: int) -> list[jax.Array]:
     """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
 
-    xs, y: [tokens, channels]; log_gate: [tokens, channels] or [tokens, 1]; visible: bool, lower triangular; steps: see
+    xs, y, log_gate: [tokens, channels]; visible: bool, lower triangular; steps: see
     `ChannelDecay.scores`.
     """
-    if log_gate.shape[1] == 1:
-        K = broadcast_column(cumulative(log_gate), len(log_gate))
-        decay = jnp.exp(jnp.where(visible, K - K.T, -jnp.inf))
-        return [inner_products(x, y, x.dtype) * decay for x in xs]
     steps = steps if len(y) % steps == 0 else 1
     part = jnp.arange(len(y), dtype=jnp.int32)[None] // steps
     # No gate is between a token and itself, nor between steps.
@@ -97,7 +112,7 @@ def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, st
     return [jnp.where(visible, of_x, 0) for of_x in scores]
 
 
-def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array) -> jax.Array:
+def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array, broadcast_column) -> jax.Array:
     """[t, o] = sum_i scores_ti deltas_io exp(log_gate_{i+1,o} + ... + log_gate_{t,o}); scores lower triangular."""
     tokens, deltas = len(deltas), to_parts(deltas)
     diagonal, squares = recursive_blocks.squares(recursive_blocks.padded(scores, 2))

@@ -1,7 +1,7 @@
-"""Channel-wise retention of a chunk inside a kernel: `channel_decay.ChannelDecay` by shifts and whole products.
+"""`channel_decay.ChannelDecay` inside a TPU kernel, by shifts and whole products.
 
-The idea is that of `channel_decay`: a later half of tokens reads the earlier one through the border between them, at every
-level of halving. Here a level is masked rows of the whole chunk, so that nothing is cut but at registers: sums of log
+The idea is the same: a later half of tokens reads the earlier one through the border between them, at every level of
+halving. Here a level is masked rows of the whole chunk, so that nothing is cut but at registers: sums of log
 gates grow from level to level by shifts of whole blocks, and of a product with all tokens the pairs on two sides of a
 border are kept. Tokens of a chunk are padded to a power of two.
 """
@@ -14,9 +14,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms.scan_chunks import to_blocks
 from titans_jax.ops import channel_decay, recursive_blocks
-from titans_jax.ops.backend import SUBLANES
+from titans_jax.ops.platform import SUBLANES
 from titans_jax.ops.matmul import inner_products, matmul
 
 
@@ -118,14 +117,14 @@ def whole_registers(half: int) -> bool:
 
 def later(x: jax.Array, half: int) -> jax.Array:
     """Rows of the later halves, or all."""
-    return recursive_blocks.halves(to_blocks(half, x))[1].reshape(-1, x.shape[1]) if whole_registers(half) else x
+    return recursive_blocks.halves(recursive_blocks.to_blocks(half, x))[1].reshape(-1, x.shape[1]) if whole_registers(half) else x
 
 
 def of_earlier(x: jax.Array, half: int) -> jax.Array:
     """All rows, 0 in later halves that are taken apart."""
     if not whole_registers(half):
         return x
-    earlier, _ = recursive_blocks.halves(to_blocks(half, x))
+    earlier, _ = recursive_blocks.halves(recursive_blocks.to_blocks(half, x))
     return recursive_blocks.merge(earlier, jnp.zeros_like(earlier)).reshape(x.shape)
 
 
@@ -133,5 +132,5 @@ def add_to_later(x: jax.Array, more: jax.Array, half: int) -> jax.Array:
     """`more` added to the rows that `later` takes."""
     if not whole_registers(half):
         return x + more
-    earlier, late = recursive_blocks.halves(to_blocks(half, x))
+    earlier, late = recursive_blocks.halves(recursive_blocks.to_blocks(half, x))
     return recursive_blocks.merge(earlier, late + more.reshape(late.shape)).reshape(x.shape)

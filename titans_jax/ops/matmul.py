@@ -7,8 +7,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from titans_jax.ops.backend import target_platform
-
 
 def matmul(x: jax.Array, y: jax.Array | Transposed, operand_dtype) -> jax.Array:
     """x @ y with operands in operand_dtype, accumulated and returned in float32 (float64 for float64)."""
@@ -43,17 +41,26 @@ def outer_products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
 
 
 def weighted_outer_products(rows, inner, deltas, operand_dtype, transposed=False):
-    """Sums over tokens of row_i inner_i^T deltas_i, [in, out], one per row [1, tokens], by one product.
+    """Sums over tokens i of row_i inner_i^T deltas_i, [in, out], one per row [1, tokens], by one product.
 
-    The rows scale the narrower side: transposed, that is a product with as many rows, and the wider side is read once.
+    The rows scale the narrower side: as a transposed operand, that is a product with as many rows, and the wider side
+    is read once. transposed: return `Transposed` matrices where that side is the outputs'.
     """
     if inner.shape[1] > deltas.shape[1]:
         totals = weighted_outer_products(rows, deltas, inner, operand_dtype)
         return [Transposed(total) if transposed else total.T for total in totals]
-    if len(rows) == 1 and target_platform() == "cpu":  # see `contract`
-        return [outer_products(rows[0].T * inner, deltas, operand_dtype)]
     stacked = concatenate_operands([row * inner.T for row in rows], operand_dtype)
     return jnp.split(matmul(stacked, deltas, operand_dtype), len(rows))
+
+
+def weighted_outer_products_apart(rows, inner, deltas, operand_dtype, transposed=False):
+    """`weighted_outer_products` where a single sum is a product that transposes nothing, as on CPUs."""
+    if len(rows) > 1:
+        return weighted_outer_products(rows, inner, deltas, operand_dtype, transposed)
+    if inner.shape[1] > deltas.shape[1]:
+        (total,) = weighted_outer_products_apart(rows, deltas, inner, operand_dtype)
+        return [Transposed(total) if transposed else total.T]
+    return [outer_products(rows[0].T * inner, deltas, operand_dtype)]
 
 
 def concatenate_operands(operands, operand_dtype, axis: int = 0) -> jax.Array:
@@ -68,14 +75,17 @@ def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
 
 
 def broadcast_column(column, width: int):
-    """A column [n, 1] as [n, width], on a CPU by a product; rows or numbers that need no widening as they are.
-
-    Its gradient is then a product too, not a sum of elementwise products, at which XLA on a CPU is ten times slower.
-    """
+    """A column [n, 1] as [n, width]; rows or numbers that need no widening as they are."""
     if jnp.ndim(column) == 0 or column.shape[1] == width:
         return column
-    if target_platform() != "cpu":
-        return jnp.broadcast_to(column, (len(column), width))
+    return jnp.broadcast_to(column, (len(column), width))
+
+
+def broadcast_column_by_product(column, width: int):
+    """`broadcast_column` by a matrix product, whose gradient is one too, not a sum of elementwise products, at which
+    XLA on a CPU is ten times slower."""
+    if jnp.ndim(column) == 0 or column.shape[1] == width:
+        return column
     return matmul(column, jnp.ones((1, width), column.dtype), column.dtype)
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from titans_jax.ops.backend import LANES, SUBLANES, target_platform
+from titans_jax.ops.platform import LANES, SUBLANES, target_platform
 
 VMEM_SHARE = 0.8
 """Of a core's VMEM, what a kernel may use; the rest is the compiler's."""
@@ -115,7 +115,7 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
         out_shape=[x.array if is_beside(x) else x for x in outputs],
         scratch_shapes=[pltpu.VMEM((heads, *x.shape[1:]), x.dtype) for x in scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(vmem)),
-        interpret=target_platform() != "tpu",
+        interpret=interpreted(),
         name=name,
     )(*[x.array if is_beside(x) else x for x in inputs])
     return structure.unflatten(map(same_layout, outputs, found))
@@ -146,6 +146,11 @@ def tiled_bytes(shape: tuple[int, ...], dtype) -> int:
     *rest, rows, columns = shape
     tiles = -(-rows // SUBLANES) * -(-columns // LANES)
     return math.prod(rest) * tiles * SUBLANES * LANES * jnp.dtype(dtype).itemsize
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted: the target has no compiler for them."""
+    return target_platform() != "tpu"
 
 
 def vmem_bytes() -> int:

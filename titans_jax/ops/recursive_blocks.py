@@ -2,7 +2,7 @@
 
 Every two tokens are on both sides of exactly one border, so a lower triangular [tokens, tokens] matrix is its diagonal
 and, level by level, the squares that lie left of the diagonal: what later halves have of their earlier ones. Sums of
-decays (`channels`) and triangular inverses (`linear_block`) are then a few batched products, where token by token they
+decays (`channel_decay`) and triangular inverses (`solve_tril`) are then a few batched products, where token by token they
 would be as many steps as tokens. A level has parts [parts, size, ...], from single tokens up.
 """
 
@@ -21,6 +21,11 @@ def padded(x: jax.Array, axes: int = 1) -> jax.Array:
     """Zeros behind the first `axes` axes, each to the least power of two that holds it."""
     missing = [(1 << levels(size)) - size for size in x.shape[:axes]]
     return jnp.pad(x, [(0, more) for more in missing] + [(0, 0)] * (x.ndim - axes))
+
+
+def to_blocks(size: int, x: jax.Array) -> jax.Array:
+    """[n, ...] as blocks of `size` rows, [n / size, size, ...]."""
+    return x.reshape(-1, size, *x.shape[1:])
 
 
 def halves(parts: jax.Array) -> tuple[jax.Array, jax.Array]:

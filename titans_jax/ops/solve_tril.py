@@ -1,6 +1,6 @@
 """Unit lower-triangular systems, (I + strictly lower) x = right, by substitution in the operands' dtype.
 
-No Newton-Schulz, no powers of the nilpotent part (design 3.2): [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
+No Newton-Schulz, no powers of the nilpotent part: [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.ops import recursive_blocks
-from titans_jax.ops.backend import SUBLANES
+from titans_jax.ops.platform import SUBLANES
 from titans_jax.ops.matmul import inner_products, matmul, matmul_three_pass, outer_products
 
 ROWS = SUBLANES
-"""Of a block on the diagonal that is solved row by row: a register's."""
+"""Rows of a block on the diagonal that is solved row by row: those of a register."""
 
 
-def inverse(lower: jax.Array) -> jax.Array:
-    """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none."""
+def inverse(lower: jax.Array, operand_dtype) -> jax.Array:
+    """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none. In all digits of `lower`, whatever
+    the operands' dtype."""
     size = len(lower)
     return by_halvings(jax.lax.stop_gradient(recursive_blocks.padded(lower, 2)))[:size, :size]
 

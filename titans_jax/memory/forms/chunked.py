@@ -14,7 +14,7 @@ from titans_jax.memory.forms.scan_chunks import memorize_blocks
 from titans_jax.memory.rule import algorithms
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, select_state
-from titans_jax.ops.backend import target_platform
+from titans_jax.ops.platform import target_platform
 from titans_jax.ops.matmul import broadcast_column, matmul, outer_products, to_state_dtype
 
 TOKENS_PER_TILE = 16

@@ -17,12 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.gates import Gates
-from titans_jax.ops.backend import target_platform
+from titans_jax.ops.platform import target_platform
 from titans_jax.ops.matmul import inner_products, matmul_three_pass, outer_products
-
-# A gate below exp(-30) ~ 1e-13 cuts: nothing from before it survives it. Products across a cut are exactly 0, and the
-# products beside it keep full precision because the cut never enters a cumulative sum (a -inf or a -87 would).
-LOG_CUT = -30.0
 
 TILE = 16
 """Tokens of a tile. Smaller tiles take fewer exponentials, which is what a CPU's time goes into."""

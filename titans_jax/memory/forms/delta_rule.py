@@ -27,7 +27,7 @@ from titans_jax.memory.rule import algorithms, architectures, biases
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Surprise
 from titans_jax.ops import solve_tril
-from titans_jax.ops.backend import SUBLANES, target_platform
+from titans_jax.ops.platform import SUBLANES, target_platform
 from titans_jax.ops.matmul import inner_products, matmul, to_state_dtype, weighted_outer_products
 
 TOKENS_PER_BLOCK = 64

@@ -4,7 +4,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from titans_jax import sharding
-from titans_jax.ops.backend import target_platform
+from titans_jax.ops.platform import target_platform
 
 
 def test_without_a_mesh_it_is_the_backend():
