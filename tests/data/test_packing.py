@@ -115,7 +115,7 @@ def test_tokens_are_kept_in_two_bytes_where_they_fit():
 
 def test_counts():
     corpus = tokenize(["é", "", "ab"], TOKENIZER)
-    assert (corpus.num_bytes, corpus.borders.tolist()) == (4, [0, 3, 6])
+    assert (corpus.num_bytes, corpus.separators.tolist()) == (4, [0, 3, 6])
 
 
 def test_wrong_fields_are_refused(refused):

@@ -8,6 +8,10 @@ token is predicted once, and the first token of a document is predicted from b a
                   runs across documents; nothing is padded but the end of the last row
     "documents"   documents keep apart: each is a segment of its own, or several where it is longer than a row; segments
                   are placed at multiples of `align`, the longest first, each into the fullest row that has room for it
+
+Grain's best-fit packing finds as many rows (15,137 of 2,048 tokens for the default data, align 64) if given a bin for
+each, in 3.2 s against 0.01 s, breaks ties otherwise (95 % of the rows are the same), and gives an iterator; here rows
+have random access, so that they are shuffled as a whole, shared among processes and resumed by one number.
 """
 
 import time
@@ -25,13 +29,13 @@ from titans_jax.data.tokenizers import Tokenizer
 class Corpus:
     """The tokens of a split.
 
-    tokens     uint16 or int32 [tokens], as the module describes
-    borders    int64 [documents + 1], where the tokens between documents are
-    num_bytes  length of the text in UTF-8
+    tokens      uint16 or int32 [tokens], as the module describes
+    separators  int64 [documents + 1], where the tokens between documents are
+    num_bytes   length of the text in UTF-8
     """
 
     tokens: np.ndarray
-    borders: np.ndarray
+    separators: np.ndarray
     num_bytes: int
 
 
@@ -49,6 +53,7 @@ class Rows(Sequence[dict[str, np.ndarray]]):
     sequence_length: int
 
     def __len__(self) -> int:
+        """The number of rows."""
         return len(self.first_piece) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -69,27 +74,27 @@ class Rows(Sequence[dict[str, np.ndarray]]):
 
 
 def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: bool = True) -> Corpus:
-    """Tokenizes every document once and keeps the tokens in memory, 2 bytes each (4 if vocab_size > 65,536).
+    """Tokenize every document once and keep the tokens in memory, 2 bytes each (4 if vocab_size > 65,536).
 
     A million documents of 4 KB are about 2 GB with a vocabulary of 32,000; each process holds all of them. Empty
-    documents drop out. A progress bar appears after 2 seconds.
+    documents drop out. With `show_progress` a progress bar appears after 2 seconds.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
-    border = np.array([tokenizer.eos_id], dtype)
-    parts, num_bytes, began = [border], 0, time.monotonic()
+    separator = np.array([tokenizer.eos_id], dtype)
+    parts, num_bytes, start = [separator], 0, time.monotonic()
     progress = Progress(console=Console(stderr=True), transient=True, disable=not show_progress)
     task = progress.add_task("reading and tokenizing", total=len(documents))
     try:
         for index in range(len(documents)):
             text = documents[index]
             if text:
-                parts += [tokenizer.encode(text).astype(dtype), border]
+                parts += [tokenizer.encode(text).astype(dtype), separator]
                 num_bytes += len(text.encode("utf-8", "replace"))
             progress.update(task, completed=index + 1)
-            if not progress.live.is_started and time.monotonic() - began > 2:
+            if not progress.live.is_started and time.monotonic() - start > 2:
                 progress.start()
     finally:
         progress.stop()
@@ -98,9 +103,16 @@ def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: b
 
 
 def pack(corpus: Corpus, *, sequence_length: int, packing: str, align: int = 1) -> Rows:
-    """Lays the corpus out in rows, in an order and places that depend on nothing else.
+    """Lay the corpus out in rows, in an order and places that depend on nothing else.
 
-    Raises DataError for an unknown `packing` or a row length below 1, ValueError for `align` below 1.
+    Args:
+      sequence_length: tokens of a row.
+      packing: "documents" or "stream", see the module.
+      align: documents start at multiples of this many positions of a row ("documents" only).
+
+    Raises:
+      DataError: `packing` is unknown, or a row shorter than 1.
+      ValueError: `align` is below 1.
     """
     if packing not in ("documents", "stream"):
         raise DataError(f"data.packing={packing!r} is unknown: use 'documents' or 'stream'")
@@ -109,10 +121,10 @@ def pack(corpus: Corpus, *, sequence_length: int, packing: str, align: int = 1) 
     if align < 1:
         raise ValueError(f"align={align} is too small: use 1 or more")
     if packing == "stream":
-        starts, lengths = _windows(corpus.borders[[0, -1]], sequence_length)
+        starts, lengths = _windows(corpus.separators[[0, -1]], sequence_length)
         rows, positions = np.arange(len(starts)), np.zeros(len(starts), np.int64)
     else:
-        starts, lengths = _windows(corpus.borders, sequence_length)
+        starts, lengths = _windows(corpus.separators, sequence_length)
         rows, positions = _best_fit(lengths, sequence_length, align)
     order = np.lexsort((positions, rows))
     first_piece = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
@@ -120,17 +132,17 @@ def pack(corpus: Corpus, *, sequence_length: int, packing: str, align: int = 1) 
     return Rows(corpus.tokens, pieces, first_piece, sequence_length)
 
 
-def _windows(borders: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and lengths of the pieces, `sequence_length` at most, of the stretches between `borders`."""
-    counts = -(-np.diff(borders) // sequence_length)
+def _windows(separators: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths, int64 [pieces], of what lies between separators, cut every `sequence_length` tokens."""
+    counts = -(-np.diff(separators) // sequence_length)
     stretch = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(stretch)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = borders[stretch] + within * sequence_length
-    return starts, np.minimum(sequence_length, borders[stretch + 1] - starts)
+    starts = separators[stretch] + within * sequence_length
+    return starts, np.minimum(sequence_length, separators[stretch + 1] - starts)
 
 
 def _best_fit(lengths: np.ndarray, sequence_length: int, align: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and position of each piece: the longest first, each into the row with the least room that is enough."""
+    """Row and position of each piece, int64 [pieces]: the longest first, each into the fullest row with room."""
     rows, positions = np.zeros_like(lengths), np.zeros_like(lengths)
     room_of_rows: dict[int, list[int]] = {}  # room left -> rows that have it
     rooms: list[int] = []  # the keys of room_of_rows, sorted

@@ -1,7 +1,7 @@
 """Batches: rows in a seeded order, this process's share of each, and one number that says how far a run has come.
 
 Row r of a run (r = 0, 1, ...) is row r mod num_rows of epoch r div num_rows, each epoch in an order of its own. Batch n
-is the rows from n * batch_size on, whatever the number of processes, so epochs follow one another without dropped rows.
+is the rows from n * batch_size on, whatever the number of processes, so no rows are dropped between epochs.
 Process p of P takes the p-th of P contiguous blocks of every batch, which is what
 jax.make_array_from_process_local_data puts on its devices.
 """
@@ -16,6 +16,24 @@ from titans_jax.data.errors import DataError
 from titans_jax.data.packing import Corpus, Rows
 
 Batch = dict[str, np.ndarray]
+"""{"tokens", "targets", "segment_ids"}, each int32 [rows, time]."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which rows of every batch this process reads: the `process`-th of `processes` contiguous blocks."""
+
+    batch_size: int
+    """Rows of all processes together; `processes` divides it."""
+    process: int
+    processes: int
+
+    @property
+    def rows(self) -> range:
+        """Their places in the batch."""
+        return range(
+            self.process * self.batch_size // self.processes, (self.process + 1) * self.batch_size // self.processes
+        )
 
 
 @dataclass(frozen=True)
@@ -31,10 +49,15 @@ class Statistics:
     sequence_length: int
 
     @classmethod
-    def of(cls, corpus: Corpus, rows: Rows) -> "Statistics":
+    def count(cls, corpus: Corpus, rows: Rows) -> "Statistics":
+        """The counts of a split that was packed into `rows`."""
         return cls(
-            len(corpus.borders) - 1, corpus.num_bytes, len(corpus.tokens) - 1, len(rows), rows.sequence_length
-        )  # fmt: skip
+            num_documents=len(corpus.separators) - 1,
+            num_bytes=corpus.num_bytes,
+            num_tokens=len(corpus.tokens) - 1,
+            num_rows=len(rows),
+            sequence_length=rows.sequence_length,
+        )
 
     @property
     def bytes_per_token(self) -> float:
@@ -62,26 +85,31 @@ class TrainBatches(Iterator[Batch]):
     same batches follow, bit for bit, also with another number of processes.
     """
 
-    def __init__(self, rows: Rows, statistics: Statistics, *, batch_size: int, seed: int, process: int, processes: int):
+    def __init__(self, rows: Rows, statistics: Statistics, share: Share, *, seed: int):
         import grain  # takes a second, which generation from a trained model need not wait for
 
         self.statistics = statistics
         self._rows = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
-        self._batch_size = batch_size
-        self._share = range(process * batch_size // processes, (process + 1) * batch_size // processes)
+        self._batch_size, self._share = share.batch_size, share.rows
         self._batches: grain.DatasetIterator[Batch] | None = None
         self.set_state({"next_row": 0})
 
     def __next__(self) -> Batch:
+        """The next batch."""
         batch = next(self._batches)
         self._next_row += self._batch_size
         return batch
 
     def get_state(self) -> dict[str, int]:
+        """The position, for `set_state`: {"next_row": rows of all processes handed out so far}."""
         return {"next_row": self._next_row}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Continues at `state`; raises DataError unless it is what `get_state` returns."""
+        """Continue at `state`.
+
+        Raises:
+          DataError: `state` is not what `get_state` returns.
+        """
         import grain
 
         next_row = state.get("next_row") if isinstance(state, dict) else None
@@ -94,7 +122,7 @@ class TrainBatches(Iterator[Batch]):
         self._batches = iter(first_rows.map(self._read).to_iter_dataset(ahead))
 
     def close(self) -> None:
-        """Ends the thread that reads ahead."""
+        """End the thread that reads ahead."""
         if self._batches is not None:
             self._batches.close()
 
@@ -109,17 +137,18 @@ class ValidationBatches:
     of padding fill the last batch.
     """
 
-    def __init__(self, rows: Rows, statistics: Statistics, *, batch_size: int, process: int, processes: int):
+    def __init__(self, rows: Rows, statistics: Statistics, share: Share):
         self.statistics = statistics
         self._rows = rows
         self._order = np.random.default_rng(0).permutation(len(rows)).tolist()
-        self._batch_size = batch_size
-        self._share = range(process * batch_size // processes, (process + 1) * batch_size // processes)
+        self._batch_size, self._share = share.batch_size, share.rows
 
     def __len__(self) -> int:
+        """Batches of one pass."""
         return -(-len(self._rows) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        """One pass over the split."""
         padding = Rows(self._rows.tokens, self._rows.pieces[:0], np.zeros(2, np.int64), self._rows.sequence_length)[0]
         for first_row in range(0, len(self._rows), self._batch_size):
             places = [first_row + i for i in self._share]

@@ -25,7 +25,8 @@ class RecallTask:
     and so do all values. Queries begin only after the last pair, at every second token: the query of a pair is in slot
     g = 0, 1, ... with a probability proportional to (g + 1)^(power - 1), each slot taken once.
 
-    Raises DataError for sizes that hold no such sequence.
+    Raises:
+      DataError: no such sequence has these sizes.
     """
 
     num_pairs: int
@@ -37,7 +38,7 @@ class RecallTask:
     power: float = 0.01
     """Exponent of the power law, as Zoology counts it: near 0 queries crowd behind the pairs, 1 spreads them evenly."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_pairs < 1:
             raise DataError(f"num_pairs is {self.num_pairs}; use at least 1")
         if self.sequence_length < 4 * self.num_pairs:

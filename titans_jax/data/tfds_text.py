@@ -4,19 +4,31 @@ Worth it for text that is slow to parse or too large to hold, and to share one p
 with data.source="tfds", data.path=<the folder build_tfds returns>.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from titans_jax.data.errors import DataError
 from titans_jax.data.sources import open_documents
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-def build_tfds(config: Any, folder: str | Path, *, name: str = "text", version: str = "1.0.0") -> Path:
-    """Writes the documents of `config` (a DataConfig) as a dataset with splits "train" and "validation".
+    import tensorflow_datasets as tfds
+
+    from titans_jax.config import DataConfig
+
+
+def build_tfds(config: DataConfig, folder: str | Path, *, name: str = "text", version: str = "1.0.0") -> Path:
+    """Write the documents of `config` as a dataset with splits "train" and "validation".
 
     Returns its folder, <folder>/<name>/<version>. Records keep their order and have one field, "text". Nothing is left
-    there when writing fails. Raises DataError if that folder exists (tensorflow_datasets would silently keep what is in
-    it), and what open_documents raises.
+    there when writing fails.
+
+    Raises:
+      DataError: that folder exists (tensorflow_datasets would silently keep what is in it), or as `open_documents`.
     """
     import tensorflow_datasets as tfds
     from etils import epath
@@ -28,7 +40,7 @@ def build_tfds(config: Any, folder: str | Path, *, name: str = "text", version: 
 
     class Text(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(version)
-        # Nothing lies beside this code for tfds to find; looking would need a package that it does not ask for.
+        # tfds would look for files next to this code; there are none, and looking needs a package it does not ask for.
         pkg_dir_path = epath.Path(folder)
         code_path = None
 
@@ -36,10 +48,12 @@ def build_tfds(config: Any, folder: str | Path, *, name: str = "text", version: 
             features = tfds.features.FeaturesDict({"text": tfds.features.Text()})
             return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 
-        def _split_generators(self, dl_manager):
+        def _split_generators(
+            self, dl_manager: tfds.download.DownloadManager
+        ) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
             return {split: self._generate_examples(documents) for split, documents in splits.items()}
 
-        def _generate_examples(self, documents):
+        def _generate_examples(self, documents: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
             for index in range(len(documents)):
                 yield index, {"text": documents[index]}
 

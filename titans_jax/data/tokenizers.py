@@ -1,14 +1,4 @@
-"""Tokenizers: text to token ids and back.
-
-Both kinds share four members, all a tokenizer of your own needs:
-
-    vocab_size     ids are 0 .. vocab_size - 1
-    eos_id         the token between documents; bos_id is the same id: as in GPT-2, the token that ends one document
-                   begins the next, so every document's first token is predicted too, and generation from nothing
-                   starts from it
-    encode(text)   -> np.int32 [tokens], without eos_id
-    decode(ids)    -> str, special tokens left out
-"""
+"""Tokenizers: text to token ids and back. `Tokenizer` is all that one of your own needs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,18 +13,31 @@ class Tokenizer(Protocol):
     """What the pipeline, the trainer and generation ask of a tokenizer."""
 
     vocab_size: int
-    bos_id: int
+    """Ids are 0 to vocab_size - 1."""
     eos_id: int
+    """The token between documents."""
+    bos_id: int
+    """The same id: as in GPT-2, the token that ends a document begins the next one. So the first token of every
+    document is predicted too, and generation without a prompt starts from it."""
 
-    def encode(self, text: str) -> np.ndarray: ...
+    def encode(self, text: str) -> np.ndarray:
+        """The token ids of `text`, np.int32 [tokens], without `eos_id`; every string can be encoded."""
+        ...
 
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids [tokens]; `eos_id`, and ids that a padded vocabulary adds, are left out.
+
+        Bytes that are no character, or not yet a whole one, become U+FFFD. For streaming, the text of more ids begins
+        with the text of fewer, less its trailing U+FFFD.
+        """
+        ...
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names: "byte", or the path of a SentencePiece model.
 
-    Raises DataError if the file is missing, is not a SentencePiece model, or has no end-of-sentence token.
+    Raises:
+      DataError: the file is missing, is not a SentencePiece model, or has no end-of-sentence token.
     """
     return ByteTokenizer() if name == "byte" else SentencePieceTokenizer(name)
 
@@ -61,6 +64,9 @@ class SentencePieceTokenizer:
     """A SentencePiece model (BPE or unigram), for example the file `tokenizer.model` of Llama or Mistral.
 
     Its end-of-sentence token stands between documents; its own begin-of-sentence token is not used.
+
+    Raises:
+      DataError: see `load_tokenizer`.
     """
 
     def __init__(self, path: str | Path):
