@@ -7,28 +7,41 @@ keeps sufficient statistics instead of a solution, replaces them.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from titans_jax.ops.backend import target_platform
+from titans_jax.memory.rule.capabilities import forget
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """How gradients are turned into the step S_t.
+    """How gradients are turned into the step S_t. An algorithm declares:
 
     has_momentum: S is carried. steps: inner steps (key-value pairs) per token. decay_first: the gradient is taken at
-    the memory that retention has already acted on (Gated DeltaNet), not before it (Titans; papers 1.12).
-    linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay. fusible: a TPU kernel has
-    all the operations of it.
+    the memory that retention has already acted on (Gated DeltaNet), not before it (Titans).
+    linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay.
+    descends: the step is the gradient of the bias at the architecture's own read, which is what a query reads; the
+    closed forms need it. keeps_statistics: the fast weights are sums over tokens that do not depend on the memory, so
+    that chunks of any length are exact (Mesa).
+    operations: operations of it that not every backend has ("custom_linear_solve").
+
+    A subclass that overrides `read`, `inner_loss` or `shapes` has descends and keeps_statistics only if it says so.
     """
 
     has_momentum = False
     steps = 1
     decay_first = False
     linear_only = False
+    descends = True
+    keeps_statistics = False
+    operations: ClassVar[frozenset[str]] = frozenset()
     fusible = True
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        forget(cls, {"descends": False, "keeps_statistics": False}, ("read", "inner_loss", "shapes"))
 
     def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
         """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim]."""
@@ -98,6 +111,8 @@ class LeastSquares(Algorithm):
     iterations: int = 30
     ridge: float = 1.0
     linear_only = True
+    keeps_statistics = True
+    operations: ClassVar = frozenset({"custom_linear_solve"})
     fusible = False  # Mosaic has no custom_linear_solve
 
     def __post_init__(self):
@@ -132,9 +147,8 @@ def conjugate_gradients(matvec, right: jax.Array, iterations: int) -> jax.Array:
     """x of A x = right for every row [..., n], each with its own symmetric positive definite A."""
 
     def dot(x, y):
-        if target_platform() == "cpu":  # as a product: the sum of x * y takes XLA ten times as long there
-            return jnp.einsum("...n,...n->...", x, y, precision="highest")[..., None]
-        return jnp.sum(x * y, axis=-1, keepdims=True)
+        # As a product: the sum of x * y takes XLA ten times as long on a CPU.
+        return jnp.einsum("...n,...n->...", x, y, precision="highest")[..., None]
 
     def ratio(x, y):  # a row that has converged stays where it is
         return jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0)

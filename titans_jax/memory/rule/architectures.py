@@ -13,6 +13,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.rule.capabilities import forget
+
 NORM_EPSILON = 1e-6
 
 
@@ -20,10 +22,17 @@ NORM_EPSILON = 1e-6
 class Architecture(abc.ABC):
     """A memory network of one head: `shapes` of its fast matrices in the order they are applied, and its `read`.
 
-    normalized: a norm behind the last matrix takes out the mean, so positive weights suffice.
+    An architecture declares normalized: a norm behind the last matrix takes out the mean, so positive weights suffice;
+    and linear: M(x) = x W, one matrix [head_dim, head_dim] and nothing else, which the closed forms need. A subclass
+    that overrides `read` or `shapes` has them only if it says so.
     """
 
+    linear = False
     normalized = False
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        forget(cls, {"linear": False, "normalized": False}, ("read", "shapes"))
 
     @abc.abstractmethod
     def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
@@ -40,7 +49,9 @@ class Architecture(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Linear(Architecture):
-    """M(x) = x W, the memory of every derivation in the papers (1.4) and of all linear recurrent baselines."""
+    """M(x) = x W, the memory of every derivation in the papers and of all linear recurrent baselines."""
+
+    linear = True
 
     def shapes(self, head_dim):
         return ((head_dim, head_dim),)

@@ -9,20 +9,36 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from titans_jax.memory.rule.capabilities import forget
 
 EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionalBias(abc.ABC):
-    """The inner loss of one token; takes_gate: with a number of the token's own."""
+    """The inner loss of one token. A bias declares:
 
-    affine = False
+    takes_gate: with a number of the token's own, `Gates.bias_gate`. gate_by_channel: that may be a number per channel.
+    affine: its cotangent is slope(gate) * read - value, for which a linear memory has a closed form over a whole block
+    of tokens; it then has `slope`. constant_slope: that slope where it is the same for all tokens, or None.
+
+    A subclass that overrides `__call__` or `slope` has affine, constant_slope and gate_by_channel only if it says so.
+    """
+
     takes_gate = False
+    gate_by_channel = False
+    affine = False
+    constant_slope: ClassVar[float | None] = None
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        forget(cls, {"affine": False, "constant_slope": None, "gate_by_channel": False}, ("__call__", "slope"))
 
     @abc.abstractmethod
     def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
@@ -31,13 +47,13 @@ class AttentionalBias(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AffineBias(AttentionalBias):
-    """A bias with the cotangent slope(gate) * read - value, for which a linear memory's gradient has a closed form over
-    a whole block of tokens (design 3.2)."""
+    """A bias with the cotangent slope(gate) * read - value (memory/README.md, Linear memories: one triangular
+    system)."""
 
     affine = True
 
     @abc.abstractmethod
-    def slope(self, gate: jax.Array | None):
+    def slope(self, gate: jax.Array | None) -> float | jax.Array:
         """The factor of the read: a float, or [..., 1]."""
 
 
@@ -60,6 +76,9 @@ class DeltaBias(AttentionalBias):
 class L2(AffineBias):
     """1/2 ||read - value||^2 (Titans eq 12 with the factor of its appendix C); cotangent read - value."""
 
+    affine = True
+    constant_slope: ClassVar = 1.0
+
     def __call__(self, read, value, gate=None):
         return 0.5 * jnp.sum(jnp.square(read - value), axis=-1)
 
@@ -70,6 +89,9 @@ class L2(AffineBias):
 @dataclasses.dataclass(frozen=True)
 class DotProduct(AffineBias):
     """-<read, value>, the Hebbian bias of linear attention (papers 3.3); cotangent -value."""
+
+    affine = True
+    constant_slope: ClassVar = 0.0
 
     def __call__(self, read, value, gate=None):
         return -jnp.sum(read * value, axis=-1)
@@ -86,6 +108,7 @@ class Affine(AffineBias):
     """
 
     takes_gate = True
+    affine = True
 
     def __call__(self, read, value, gate=None):
         return jnp.sum(0.5 * self.slope(gate) * jnp.square(read) - read * value, axis=-1)
@@ -122,6 +145,8 @@ class Lp(AttentionalBias):
 @dataclasses.dataclass(frozen=True)
 class Huber(DeltaBias):
     """Huber's loss of every coordinate (Miras eq 13-14); cotangent clip(read - value, -delta, delta)."""
+
+    gate_by_channel = True
 
     def __call__(self, read, value, gate=None):
         return jnp.sum(optax.losses.huber_loss(read, value, delta=self.delta if gate is None else gate), axis=-1)

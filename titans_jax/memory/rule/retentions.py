@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+
+from titans_jax.memory.rule.capabilities import forget
 
 EPSILON = 1e-6
 Matrices = tuple[jax.Array, ...]
@@ -24,19 +26,27 @@ Matrices = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """How the carried matrices [in, out] lose their past, and what is read of them.
+    """How the carried matrices [in, out] lose their past, and what is read of them. A retention gate declares:
 
     linear: weights(A) = A and nothing happens at a chunk's end. homogeneous: weights(A) = slope(A) A.
     positive: the weights cannot be negative, so the memory must be one that does not need it. lags: a chunk's first
-    token takes a step of its own, `first`, after which its anchor is (see `lag`). fusible: a TPU kernel has all the
-    operations of it; numbers of a whole matrix must then be rows, as `mean` makes them.
+    token takes a step of its own, `first`, after which its anchor is (see `forms.lag_token`).
+    operations: operations of it that not every backend has ("arctan", "lag_token"). In a TPU kernel, numbers of a whole
+    matrix must be rows, as `mean` makes them.
+
+    A subclass that overrides `weights`, `slope`, `close` or `first` has linear and homogeneous only if it says so.
     """
 
     linear = False
     homogeneous = False
     positive = False
     lags = False
+    operations: ClassVar[frozenset[str]] = frozenset()
     fusible = True
+
+    def __init_subclass__(cls, **arguments):
+        super().__init_subclass__(**arguments)
+        forget(cls, {"linear": False, "homogeneous": False}, ("weights", "slope", "close", "first"))
 
     def start(self, weights: jax.Array) -> jax.Array:
         """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
@@ -85,6 +95,10 @@ class Threshold(Retention):
             )
         if smooth not in ("exact", "arctan", "tanh"):
             raise ValueError(f"smooth is {smooth!r}: it must be 'exact', 'arctan' or 'tanh'.")
+
+    @property
+    def operations(self) -> frozenset[str]:
+        return frozenset({"arctan"} if self.smooth == "arctan" else ())
 
     @property
     def fusible(self) -> bool:
@@ -215,6 +229,7 @@ class LaggedKullbackLeibler(KullbackLeibler):
 
     homogeneous = True
     lags = True
+    operations: ClassVar = frozenset({"lag_token"})
     fusible = False
 
     def start(self, weights):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from titans_jax.memory.rule.algorithms import Algorithm, LeastSquares
-from titans_jax.memory.rule.architectures import Architecture, Linear
-from titans_jax.memory.rule.biases import AttentionalBias, DotProduct
+from titans_jax.memory.rule.algorithms import Algorithm
+from titans_jax.memory.rule.architectures import Architecture
+from titans_jax.memory.rule.biases import AttentionalBias
 from titans_jax.memory.rule.retentions import Retention
 
 
@@ -45,7 +45,7 @@ class MemoryRule:
                 f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative "
                 "ones; use residual_mlp, whose norm takes the mean out, or decay()."
             )
-        plain = isinstance(self.architecture, Linear) and self.bias.affine and self.retention.linear
+        plain = self.architecture.linear and self.bias.affine and self.retention.linear
         if self.algorithm.linear_only and not plain:
             raise ValueError(
                 f"algorithm is {self.algorithm}: it is defined for a linear memory with an L2 bias and decay; use "
@@ -56,8 +56,8 @@ class MemoryRule:
     def exact(self) -> bool:
         """Whether the parallel forms give the token-by-token rule: its gradients do not depend on where they are taken,
         or every token is a chunk of its own."""
-        hebbian = isinstance(self.bias, DotProduct) and isinstance(self.architecture, Linear)
-        return self.chunk_size == 1 or isinstance(self.algorithm, LeastSquares) or hebbian
+        hebbian = self.architecture.linear and self.bias.constant_slope == 0 and self.algorithm.descends
+        return self.chunk_size == 1 or self.algorithm.keeps_statistics or (hebbian and self.retention.linear)
 
     def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """[in, out] of every fast matrix."""

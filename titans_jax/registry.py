@@ -1,0 +1,102 @@
+"""Registries: parts of a kind by name, and a decorator that adds one from anywhere.
+
+    BIASES = Registry("attentional bias")
+
+    @BIASES.register()                     # as "cosine", the class's own name; or @BIASES.register("another_name")
+    class Cosine(AttentionalBias): ...
+
+    BIASES["cosine"]                       # the class; an unknown name is refused with the nearest one
+
+Every kind of part has one: biases, retention gates, architectures and presets of a memory, blocks, data sources,
+evaluators. A file that registers parts is imported by `Config.extensions`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
+
+Part = TypeVar("Part")
+
+_registrations = 0
+
+
+class UnknownNameError(KeyError, ValueError):
+    """A name that nothing is registered under: a KeyError, as of any mapping, whose text is a sentence."""
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class Registry(Mapping[str, Part]):
+    """Parts of one kind by name, in the order in which they were registered.
+
+    kind: what a part is, in words, for messages ("attentional bias").
+    """
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._parts: dict[str, Part] = {}
+        self._files: dict[str, str] = {}
+
+    def register(self, name: str | None = None) -> Callable[[Part], Part]:
+        """A decorator that adds a class or a function under `name` and returns it as it is.
+
+        name: default the function's own, or the class's own with underscores: NormPower is "norm_power".
+        Raises ValueError for a name that is taken, unless by the same file, which is then run again.
+        """
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"the name {name!r} of a {self.kind} is no text: write @register(...) with parentheses.")
+        file = sys._getframe(1).f_code.co_filename
+
+        def add(part: Part) -> Part:
+            self.add(name or snake_case(part.__name__), part, file)
+            return part
+
+        return add
+
+    def add(self, name: str, part: Part, file: str = "") -> None:
+        """Add a part that `file` defines; see `register`."""
+        global _registrations
+        if name in self._parts and (not file or self._files[name] != file):
+            raise ValueError(f"there is already a {self.kind} {name!r}: register this one under another name.")
+        self._parts[name], self._files[name] = part, file
+        _registrations += 1
+
+    def __getitem__(self, name: str) -> Part:
+        if name not in self._parts:
+            raise UnknownNameError(
+                f"there is no {self.kind} {name!r}{did_you_mean(str(name), self)}; there are {', '.join(self)}."
+            )
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def __repr__(self) -> str:
+        return f"Registry({self.kind!r}: {', '.join(self)})"
+
+
+def registrations() -> int:
+    """How many registrations all registries together have had: it has grown where a file has registered a part."""
+    return _registrations
+
+
+def snake_case(name: str) -> str:
+    """NormPower -> norm_power."""
+    return re.sub(r"(?<=[A-Za-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """ "; did you mean ...?" with the one of `names` that looks like `name`, or nothing."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
