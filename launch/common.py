@@ -188,14 +188,26 @@ def _check_training(train: list[str]) -> None:
         raise LaunchError("there is no configuration after --; for example -- mac_170m --training.steps 1000")
     if any(argument.partition("=")[0].replace("-", "_") == "__training.run_dir" for argument in train):
         raise LaunchError("training.run_dir is set by the launcher, to runs/NAME in the bucket; use --name for another")
-    config = train[0]
-    if config.endswith(".py"):
-        if not (CHECKOUT / config).is_file() or CHECKOUT not in (CHECKOUT / config).resolve().parents:
-            raise LaunchError(f"there is no {config} in {CHECKOUT}; use the path of a file inside it, relative to it")
-    elif not (CHECKOUT / "configs" / f"{config}.py").is_file():
-        names = [path.stem for path in (CHECKOUT / "configs").glob("*.py")]
+    config, file = train[0], config_file(train)
+    if file is not None:
+        if not (CHECKOUT / file).is_file() or CHECKOUT not in (CHECKOUT / file).resolve().parents:
+            raise LaunchError(f"there is no {file} in {CHECKOUT}; use the path of a file inside it, relative to it")
+    elif config not in (names := shipped_names()):
         near = difflib.get_close_matches(config, names, n=1, cutoff=0)
         raise LaunchError(f"there is no configuration {config}; use {near[0]}, another of configs/, or a Python file")
+
+
+def config_file(train: list[str]) -> str | None:
+    """The file of a configuration given as FILE.py or FILE.py:NAME, None for one given by name."""
+    found = re.fullmatch(r"(.*\.py)(:.*)?", train[0])
+    return found and found[1]
+
+
+def shipped_names() -> list[str]:
+    """The configurations in configs/: the keys of `configs` in its files, and files with one `config`."""
+    files = {file.stem: file.read_text() for file in (CHECKOUT / "configs").glob("*.py")}
+    keys = {stem: re.findall(r'^    "(\w+)": ', text, re.MULTILINE) for stem, text in files.items()}
+    return [name for stem, names in keys.items() for name in names or [stem]]
 
 
 def run_dir(options: argparse.Namespace) -> str:
@@ -288,8 +300,8 @@ def upload(commands: Commands, options: argparse.Namespace, train: list[str]) ->
     """This checkout's code, with changes that are not committed, into the bucket, from where every host takes it."""
     archive = f"{tempfile.gettempdir()}/{options.name}.tar.gz"
     what = ["titans_jax", "configs", "launch", "pyproject.toml", "README.md", "LICENSE"]
-    if train[0].endswith(".py"):
-        what.append(train[0])
+    if (file := config_file(train)) is not None:
+        what.append(file)
     commands.run("tar", "--create", "--gzip", "--file", archive, "--exclude", "__pycache__", *what)
     commands.run("gcloud", "storage", "cp", archive, code(options))
 

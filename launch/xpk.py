@@ -40,8 +40,9 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--storage", default="titans", help="the bucket as attached by xpk storage attach")
     parser.add_argument("--restarts", type=int, default=50, help="after preemptions and lost hosts")
     options, train = common.parse(parser, arguments)
-    if train[0].endswith(".py") and CHECKOUT / "configs" not in (CHECKOUT / train[0]).resolve().parents:
-        raise LaunchError(f"{train[0]} is not in the image; put the file into configs/")
+    file = common.config_file(train)
+    if file is not None and CHECKOUT / "configs" not in (CHECKOUT / file).resolve().parents:
+        raise LaunchError(f"{file} is not in the image; put the file into configs/")
     commands = Commands(options.dry_run)
     common.preflight(commands, options, train)
     commands.run("docker", "build", "--file", f"{CHECKOUT}/launch/Dockerfile", "--tag", options.image, str(CHECKOUT))

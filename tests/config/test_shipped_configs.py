@@ -1,4 +1,4 @@
-"""The configurations that come with the package: valid, as the paper says, and as large as they say."""
+"""The configurations that come with the package: valid, as the papers say, and as large as their files say."""
 
 import ast
 import dataclasses
@@ -6,42 +6,107 @@ import re
 
 import pytest
 
-from titans_jax.cli import find_config, load_config, shipped_configs
-from titans_jax.config.papers import MIRAS, SIZES, TITANS
+from titans_jax.config import Config, ConfigError
+from titans_jax.config.files import find_config, folder, load_config, load_configs, shipped_configs
+from titans_jax.config.papers import SIZES
 from titans_jax.config.validate import validate
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.tpu.topology import find_topology
 from titans_jax.training.run import count_params
 
-FILES = sorted(shipped_configs().glob("*.py"), key=lambda file: file.stem)
+CONFIGS = shipped_configs()
+TITANS = ("lmm", "mac", "mag", "mal", "transformer")
+MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
+TEXTS = {file.stem: file.read_text() for file in folder().glob("*.py")}
+STATED = {
+    name: (int(parameters.replace(",", "")), gibibytes)
+    for text in TEXTS.values()
+    for name, parameters, gibibytes in re.findall(
+        r'^    "(\w+)": .*# ([\d,]+) parameters(?:, ([\d.]+) GiB)?$', text, re.MULTILINE
+    )
+}
+"""Parameters, and GiB of training state where it is stated, in the line of each configuration."""
 
 
 def test_all_are_there():
     titans = {f"{model}_{size}" for model in TITANS for size in SIZES}
     miras = {f"{model}_{size}" for model in MIRAS for size in ("170m", "340m", "760m", "1b")}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
-    assert {file.stem for file in FILES} == titans | miras | rest | {"quickstart", "gated_deltanet_h2_small"}
+    assert set(CONFIGS) == titans | miras | rest | {"quickstart", "gated_deltanet_h2_small"}
     assert (len(titans), len(miras), len(rest)) == (25, 24, 15)
-    assert find_config("mac_340m") == find_config("mac_340m.py") == shipped_configs() / "mac_340m.py"
+    assert set(CONFIGS) == {*STATED, "quickstart"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_config_is_valid_and_its_docstring_true(file):
-    config = load_config(file)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_is_valid_and_as_large_as_its_line_says(name):
+    config = CONFIGS[name]
     if config.data.source != "python":
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path="given by the user"))
     validate(config)
-    docstring = ast.get_docstring(ast.parse(file.read_text()))
-    assert f"titans train {file.stem}" in docstring
-    (stated,) = re.findall(r"([\d,]+) parameters", docstring)
-    assert count_params(config.model) == int(stated.replace(",", ""))
-    if "Sized by" in docstring:
-        topology = find_topology(config.mesh.topology)
-        assert find_topology(re.findall(r"TPU (v5e-\d+)", docstring)[0]) == topology
-        on_each = config.data.batch_size / config.training.gradient_accumulation / topology.chips
-        assert f"{on_each:g} row" in docstring
+    if name == "quickstart":
+        (stated,) = re.findall(r"([\d,]+) parameters", ast.get_docstring(ast.parse(TEXTS[name])))
+        stated, gibibytes = int(stated.replace(",", "")), ""
     else:
-        assert config.mesh.topology is None
+        stated, gibibytes = STATED[name]
+    assert count_params(config.model) == stated
+    assert (gibibytes == "") == (config.mesh.topology is None)
+    if gibibytes:
+        assert gibibytes == f"{16 * stated / 2**30:.1f}"
+
+
+@pytest.mark.parametrize("family", ["titans", "miras"])
+def test_the_table_of_sizes_in_a_docstring_is_true(family):
+    """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""
+    docstring = ast.get_docstring(ast.parse(TEXTS[family]))
+    lines = re.findall(
+        r"(\w+) +(\d+) +(\d+) +(\d+) of (\d+) +(\d+)B +([\d,]+) +(v5e-\d+) +(\d)$", docstring, re.MULTILINE
+    )
+    assert {name.rpartition("_")[2] for name in load_configs(folder() / f"{family}.py")} == {line[0] for line in lines}
+    for size, depth, dim, heads, head_dim, tokens, steps, topology, rows in lines:
+        for name in (name for name in load_configs(folder() / f"{family}.py") if name.endswith("_" + size)):
+            config = CONFIGS[name]
+            model, data, training = config.model, config.data, config.training
+            shape = (model.depth, model.dim, model.num_heads, model.head_dim)
+            assert shape == (int(depth), int(dim), int(heads), int(head_dim))
+            assert training.steps == int(steps.replace(",", ""))
+            assert training.steps * data.batch_size * data.sequence_length == pytest.approx(
+                float(tokens) * 1e9, rel=1e-4
+            )
+            assert find_topology(topology) == find_topology(config.mesh.topology)
+            chips = find_topology(topology).chips
+            assert data.batch_size / training.gradient_accumulation / chips == int(rows)
+
+
+def test_names_and_files_of_configurations(tmp_path, monkeypatch):
+    for asked in ("mac_340m", "mac_340m.py", "configs/mac_340m.py", f"{folder()}/titans.py:mac_340m"):
+        assert find_config(asked) == ("mac_340m", CONFIGS["mac_340m"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("from titans_jax.config import Config\ndef config():\n    return Config()\n")
+    (tmp_path / "several.py").write_text(
+        "from titans_jax.config import Config\nconfigs = {'a': Config(), 'b': lambda: Config()}\n"
+    )
+    assert find_config("own.py") == ("own", Config()) == ("own", load_config(tmp_path / "own.py"))
+    assert find_config("several.py:b") == ("b", Config()) == ("b", load_config(tmp_path / "several.py", "b"))
+
+
+@pytest.mark.parametrize(
+    "asked, sentence",
+    [
+        ("mac_340", "there is no configuration mac_340; did you mean mac_340m?"),
+        ("several.py", "several.py has several configurations; use several.py:a or several.py:b"),
+        ("several.py:c", "several.py has no configuration c; use several.py:a or several.py:b"),
+        ("none.py", "none.py defines no configuration; write config = titans_jax.config.Config(...) in it"),
+    ],
+)
+def test_a_configuration_that_is_not_there(tmp_path, monkeypatch, asked, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "none.py").write_text("configs = {}\n")
+    (tmp_path / "several.py").write_text(
+        "from titans_jax.config import Config\nconfigs = {'a': Config(), 'b': Config()}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        find_config(asked)
+    assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize(
@@ -54,8 +119,8 @@ def test_config_is_valid_and_its_docstring_true(file):
     ],
 )
 def test_settings_of_the_paper(size, depth, dim, num_heads, learning_rate, tokens):
-    """papers.md 2.1, Table 5 and the settings beside it."""
-    config = load_config(find_config(f"mac_{size}"))
+    """Titans (NeurIPS text), Table 5 and the experimental settings."""
+    config = CONFIGS[f"mac_{size}"]
     model, data = config.model, config.data
     assert (model.depth, model.dim, model.num_heads) == (depth, dim, num_heads)
     assert (model.segment, model.window, model.num_persistent, model.vocab_size) == (512, 2048, 128, 32000)
@@ -69,8 +134,8 @@ def test_settings_of_the_paper(size, depth, dim, num_heads, learning_rate, token
 
 @pytest.mark.parametrize("preset", ["moneta", "yaad", "memora"])
 def test_hybrids_are_the_same_memory_and_a_window(preset):
-    """papers.md 3.6: the Samba pattern, a Miras layer and then sliding-window attention."""
-    plain, hybrid = (load_config(find_config(f"{preset}{h}_340m")).model for h in ("", "_h"))
+    """Miras, section 5.3: the pattern of Samba, a Miras layer and then sliding-window attention."""
+    plain, hybrid = (CONFIGS[f"{preset}{h}_340m"].model for h in ("", "_h"))
     assert hybrid.memory == plain.memory and hybrid.memory.preset == preset
     assert (plain.pattern, hybrid.pattern) == (("lmm",), ("lmm", "window"))
     assert (plain.memory.depth, plain.memory.expansion, plain.memory.momentum) == (2, 4, None)

@@ -10,6 +10,7 @@ import common
 import pytest
 
 from tests.launch.launching import CHECKOUT, OPTIONS, PREFLIGHT
+from titans_jax.config import files
 
 GOOD = [*OPTIONS, "--type", "v6e-8"]
 TRAIN = ["--", "mac_170m"]
@@ -133,8 +134,15 @@ def test_titans_that_is_not_installed_is_said(launcher):
 
 
 def test_every_shipped_configuration_can_be_launched():
-    for config in (CHECKOUT / "configs").glob("*.py"):
-        common._check_training([config.stem])
+    assert sorted(common.shipped_names()) == sorted(files.shipped_configs())
+    for name in files.shipped_configs():
+        common._check_training([name])
+
+
+def test_a_configuration_in_a_file_of_several_is_uploaded_with_its_file():
+    common._check_training(["configs/titans.py:mac_170m"])
+    assert common.config_file(["configs/titans.py:mac_170m"]) == common.config_file(["configs/titans.py"])
+    assert common.config_file(["mac_170m"]) is None
 
 
 def test_what_is_uploaded_can_be_installed(tmp_path):
@@ -142,12 +150,12 @@ def test_what_is_uploaded_can_be_installed(tmp_path):
     commands = common.Commands(dry_run=True)
     kept = []
     commands.run = lambda *command: kept.append(command)
-    common.upload(commands, argparse.Namespace(name="t", bucket="b"), ["configs/mac_170m.py"])
+    common.upload(commands, argparse.Namespace(name="t", bucket="b"), ["configs/titans.py"])
     archive = tmp_path / "t.tar.gz"
     subprocess.run([archive if "tar.gz" in word else word for word in kept[0]], cwd=CHECKOUT, check=True)
     with tarfile.open(archive) as tar:
         names = set(tar.getnames())
-    wanted = "pyproject.toml README.md LICENSE titans_jax/cli.py configs/mac_170m.py launch/host.sh launch/supervise.py"
+    wanted = "pyproject.toml README.md LICENSE titans_jax/cli.py configs/titans.py launch/host.sh launch/supervise.py"
     assert set(wanted.split()) <= names and not any("__pycache__" in name for name in names)
 
 

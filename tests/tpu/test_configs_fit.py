@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from titans_jax.cli import find_config, load_config
+from titans_jax.config.files import shipped_configs
 from titans_jax.tpu.compile import compile_step
 from titans_jax.tpu.topology import find_topology
 
@@ -17,7 +17,7 @@ pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is n
 @pytest.mark.skipif("TITANS_COMPILE" not in os.environ, reason="takes minutes a model; TITANS_COMPILE=1 runs it")
 @pytest.mark.parametrize("name", ["transformer_170m", "lmm_340m", "mac_340m", "moneta_h_760m", "mag_1b", "mal_1b"])
 def test_config_fits_the_topology_it_names(name):
-    config = load_config(find_config(name))
+    config = shipped_configs()[name]
     report = compile_step(config, find_topology(config.mesh.topology))
     print(f"{name} {report.topology}: {report.headroom / 2**30:.2f} GiB of headroom, {report.compile_seconds:.0f} s")
     assert report.headroom > 0

@@ -1,4 +1,4 @@
-"""The experiments of the Titans and Miras papers as configurations (papers.md 2.1, 3.7), and a small one per model."""
+"""The settings of the experiments of the Titans and Miras papers, which configs/titans.py and configs/miras.py name."""
 
 from dataclasses import dataclass, replace
 
@@ -12,16 +12,10 @@ from titans_jax.config import (
     TrainingConfig,
 )
 
-TITANS = {"lmm": "lmm", "mac": "mac", "mag": "mag", "mal": "mal", "transformer": "attention"}
-"""Block kind of each model of the Titans paper; the transformer is Transformer++, the baseline."""
-
-MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
-"""The models of the Miras paper; _h is the Samba pattern, a memory and then a sliding-window attention."""
-
 
 @dataclass(frozen=True)
 class Size:
-    """A row of Table 5 of the NeurIPS text, the tokens it was trained on, and the machine the batch is cut for."""
+    """A row of Titans' Table 5 (NeurIPS text), the tokens it was trained on, and the machine the batch is cut for."""
 
     depth: int
     dim: int
@@ -48,21 +42,25 @@ ROWS, LENGTH = 128, 4096  # half a million tokens a step
 WARMUP_TOKENS = 1e9
 
 
-def paper(model: str, size: str) -> Config:
-    """The paper's experiment with this model and size, on a folder of JSONL text given by --data.path.
+def titans(block: str, size: str) -> Config:
+    """An experiment of the Titans paper: one kind of block, 128 persistent tokens; "attention" is Transformer++."""
+    return experiment(size, (block,), MemoryConfig(), num_persistent=128)
 
-    Chunk 16, segment 512, window 2048, 128 persistent tokens (Titans; Miras has none); AdamW with weight decay 0.1,
-    clipped at 1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama
-    2's), given by --data.tokenizer. Not in the paper: the width of SwiGLU (8/3 of the model's), the final learning
-    rate (a tenth of the peak), how often to evaluate and save. Parameters are sharded over all devices.
+
+def miras(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
+    """An experiment of the Miras paper: its memories have no persistent tokens."""
+    return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0)
+
+
+def experiment(size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_persistent: int) -> Config:
+    """A model with the papers' settings, on a folder of JSONL text given by --data.path.
+
+    Memories of two matrices, expansion 4, chunk 16; segment 512, window 2048; AdamW with weight decay 0.1, clipped at
+    1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given
+    by --data.tokenizer. Not in the papers: the width of SwiGLU (8/3 of the model's), the final learning rate (a tenth
+    of the peak), how often to evaluate and save. Parameters are sharded over all devices.
     """
     row = SIZES[size]
-    if model in TITANS:
-        pattern, num_persistent, memory = (TITANS[model],), 128, MemoryConfig()
-    else:
-        pattern = ("lmm", "window") if model.endswith("_h") else ("lmm",)
-        num_persistent, memory = 0, MemoryConfig(preset=model.removesuffix("_h"))
-    steps = round(row.tokens / (ROWS * LENGTH))
     return Config(
         model=ModelConfig(
             pattern=pattern,
@@ -84,7 +82,7 @@ def paper(model: str, size: str) -> Config:
             clip_norm=1.0,
         ),
         training=TrainingConfig(
-            steps=steps,
+            steps=round(row.tokens / (ROWS * LENGTH)),
             gradient_accumulation=row.microbatches,
             evaluate_every=1000,
             checkpoint_every=500,
@@ -92,34 +90,4 @@ def paper(model: str, size: str) -> Config:
             sample_prompt="The",
         ),
         mesh=MeshConfig(data=1, fsdp=-1, topology=row.topology),
-    )
-
-
-def small(preset: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
-    """A language model of one memory rule for two CPU cores, on the source of Python's own standard library."""
-    return Config(
-        model=ModelConfig(
-            pattern=pattern,
-            dim=256,
-            depth=2,
-            num_heads=4,
-            head_dim=64,
-            window=64,
-            num_persistent=0,
-            dtype="float32",  # bfloat16 is slower than float32 on a CPU
-            remat="none",
-            memory=MemoryConfig(preset=preset, expansion=2),
-        ),
-        data=DataConfig(source="python", packing="stream", sequence_length=128, batch_size=4),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
-        training=TrainingConfig(
-            steps=2000,
-            log_every=10,
-            evaluate_every=500,
-            evaluation_batches=16,
-            diagnostics_every=500,
-            checkpoint_every=500,
-            sample_prompt="def ",
-            sample_tokens=400,
-        ),
     )

@@ -1,0 +1,59 @@
+"""A small language model with each of the other memories, for two CPU cores.
+
+    titans train gla_small
+
+The text is the source of the running Python's own standard library, read as bytes. For Titans, see quickstart.
+"""
+
+from titans_jax.config import Config, DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainingConfig
+
+
+def small(preset: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
+    """Two blocks of width 256 with this memory rule."""
+    return Config(
+        model=ModelConfig(
+            pattern=pattern,
+            dim=256,
+            depth=2,
+            num_heads=4,
+            head_dim=64,
+            window=64,
+            num_persistent=0,
+            dtype="float32",  # bfloat16 is slower than float32 on a CPU
+            remat="none",
+            memory=MemoryConfig(preset=preset, expansion=2),
+        ),
+        data=DataConfig(source="python", packing="stream", sequence_length=128, batch_size=4),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
+        training=TrainingConfig(
+            steps=2000,
+            log_every=10,
+            evaluate_every=500,
+            evaluation_batches=16,
+            diagnostics_every=500,
+            checkpoint_every=500,
+            sample_prompt="def ",
+            sample_tokens=400,
+        ),
+    )
+
+
+configs = {
+    "retnet_small": small("retnet"),  # 1,908,480 parameters
+    "linear_attention_small": small("linear_attention"),  # 1,908,480 parameters
+    "dfw_small": small("dfw"),  # 1,958,656 parameters
+    "lightning_attention_small": small("lightning_attention"),  # 1,908,480 parameters
+    "gla_small": small("gla"),  # 1,941,760 parameters
+    "mamba2_small": small("mamba2"),  # 1,910,552 parameters
+    "hgrn2_small": small("hgrn2"),  # 1,909,504 parameters
+    "deltanet_small": small("deltanet"),  # 1,910,536 parameters
+    "longhorn_small": small("longhorn"),  # 1,910,536 parameters
+    "ttt_linear_small": small("ttt_linear"),  # 1,943,816 parameters
+    "gated_deltanet_small": small("gated_deltanet"),  # 1,912,608 parameters
+    "rwkv7_small": small("rwkv7"),  # 1,959,680 parameters
+    "delta_product_small": small("delta_product"),  # 2,180,904 parameters
+    "mesa_small": small("mesa"),  # 1,913,104 parameters
+    "ttt_mlp_small": small("ttt_mlp"),  # 2,044,176 parameters
+    # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
+    "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
+}

@@ -1,0 +1,92 @@
+"""Configurations in Python files: those that come with the package, and anybody's own.
+
+A file defines `config`, which is a Config or a function that returns one and goes by the file's name, or `configs`, a
+dictionary of several by names of their own:
+
+    titans train mac_340m              # in a file that comes with the package
+    titans train my_model.py           # config = Config(...)
+    titans train my_models.py:small    # configs = {"small": Config(...), ...}
+"""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+import titans_jax
+from titans_jax.config import Config, ConfigError
+from titans_jax.registry import did_you_mean, registrations
+
+
+def find_config(asked: str) -> tuple[str, Config]:
+    """The configuration that is meant by FILE, FILE:NAME or the NAME of a shipped one; and its name.
+
+    Raises:
+      ConfigError: there is no such configuration, or its file fails; one sentence.
+    """
+    path, _, name = asked.rpartition(":") if ".py:" in asked else (asked, "", "")
+    if Path(path).is_file():
+        return _choose(load_configs(Path(path)), name, path)
+    name = name or Path(path).stem
+    shipped = shipped_configs()
+    if name not in shipped:
+        works = did_you_mean(name, shipped) or f"; use a Python file, or one of {', '.join(sorted(shipped))}"
+        raise ConfigError(f"there is no configuration {asked}{works}")
+    return name, shipped[name]
+
+
+def load_config(file: Path, name: str = "") -> Config:
+    """The configuration of a Python file; of one that defines several, that of this name.
+
+    Raises:
+      ConfigError: as `load_configs`, or there is no such configuration in the file.
+    """
+    return _choose(load_configs(file), name, str(file))[1]
+
+
+def _choose(configs: dict[str, Config], name: str, file: str) -> tuple[str, Config]:
+    if not name and len(configs) == 1:
+        (name,) = configs
+    if name not in configs:
+        said = f"no configuration {name}" if name else "several configurations"
+        raise ConfigError(f"{file} has {said}; use {' or '.join(f'{file}:{each}' for each in configs)}")
+    return name, configs[name]
+
+
+def shipped_configs() -> dict[str, Config]:
+    """The configurations that come with the package, by name, in the order of their files."""
+    return {name: config for file in sorted(folder().glob("*.py")) for name, config in load_configs(file).items()}
+
+
+def folder() -> Path:
+    """Where the configurations that come with the package are: inside it in a wheel, beside it in a checkout."""
+    package = Path(titans_jax.__file__).parent
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def load_configs(file: Path) -> dict[str, Config]:
+    """Run a Python file; its configurations by name: of `configs`, or `config` under the name of the file.
+
+    A file that registers parts of a model (see titans_jax.registry) becomes an extension of its configurations, so that
+    a run of them finds the parts later.
+
+    Raises:
+      ConfigError: the file fails, or defines no configuration.
+    """
+    before = registrations()
+    try:
+        defined = runpy.run_path(str(file.resolve()))
+        found = defined.get("configs", {file.stem: defined.get("config")})
+        configs = {name: config() if callable(config) else config for name, config in dict(found).items()}
+    except Exception as error:
+        raise ConfigError(f"{file} fails with {type(error).__name__}: {error}") from error
+    if not configs or not all(isinstance(config, Config) for config in configs.values()):
+        raise ConfigError(f"{file} defines no configuration; write config = titans_jax.config.Config(...) in it")
+    if registrations() > before:
+        configs = {name: _extended(config, file) for name, config in configs.items()}
+    return configs
+
+
+def _extended(config: Config, file: Path) -> Config:
+    """The configuration with this file among its extensions."""
+    extensions = tuple(dict.fromkeys((*config.extensions, str(file.resolve()))))
+    return dataclasses.replace(config, extensions=extensions)
