@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titans_jax import cli
+from titans_jax import cli, commands
 from titans_jax.config import Config, MemoryConfig, ModelConfig
 from titans_jax.config.command_line import parse
 
@@ -29,7 +29,7 @@ def file(tmp_path) -> Path:
 def test_overrides_are_typed(file):
     arguments = "--model.dim 64 --model.head-dim=32 --model.pattern mac attention --model.tie_embeddings"
     arguments += " --optimizer.learning_rate 1e-4 --model.hidden_dim None --training.run_dir 7 --model.memory.depth 3"
-    config, name = cli.configuration("titans train", [str(file), *arguments.split()])
+    name, config = commands.configuration("titans train", [str(file), *arguments.split()])
     assert name == "small"
     assert (config.model.dim, config.model.head_dim, config.model.pattern) == (64, 32, ("mac", "attention"))
     assert config.model.tie_embeddings is True and config.model.hidden_dim is None

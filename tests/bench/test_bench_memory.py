@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from titans_jax import cli
-from titans_jax.bench.memory import CASES, LENGTHS, MemoryBenchOptions, cases
+from titans_jax.bench.memory import CASES, LENGTHS, Options, cases
 from titans_jax.memory.rule.presets import PRESETS
 
 SMALL = "--time 32 --batch 1 --num_heads 1 --head_dim 8 --chunk_size 4 --repeats 1 --output".split()
@@ -27,11 +27,11 @@ def test_one_rule_is_timed_in_both_forms_and_saved(tmp_path, capsys):
 
 
 def test_what_is_timed():
-    assert [case.preset for case in cases(MemoryBenchOptions(all=True))] == list(PRESETS)
-    assert {case.time for case in cases(MemoryBenchOptions(all=True))} == {4096}
-    standard = [(case.time, case.expansion, case.chunk_size) for case in cases(MemoryBenchOptions())]
+    assert [case.preset for case in cases(Options(all=True))] == list(PRESETS)
+    assert {case.time for case in cases(Options(all=True))} == {4096}
+    standard = [(case.time, case.expansion, case.chunk_size) for case in cases(Options())]
     assert standard[: len(CASES)] == list(CASES) and {time for time, *_ in standard} == set(LENGTHS)
-    assert {case.preset for case in cases(MemoryBenchOptions())} == {"titans"}
+    assert {case.preset for case in cases(Options())} == {"titans"}
 
 
 @pytest.mark.parametrize(

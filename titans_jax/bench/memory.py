@@ -19,7 +19,6 @@ import numpy as np
 from titans_jax import memory, sharding
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
-from titans_jax.config.command_line import parse
 from titans_jax.layers.memory_gates import GATES, GateChoices
 from titans_jax.memory.rule import presets
 from titans_jax.training.flops import memory_flops
@@ -30,7 +29,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
-class MemoryBenchOptions:
+class Options:
     """Time the memory's forward and backward pass; without `time`, the standard cases and lengths 1K to 32K."""
 
     preset: Literal[tuple(presets.PRESETS)] | None = None
@@ -77,12 +76,11 @@ class Measurement:
     share_of_matmul_peak: float
 
 
-def main(arguments: list[str]) -> None:
-    """titans bench memory [--field value ...]"""
+def main(options: Options) -> None:
+    """Time every case, print a table, and save it."""
     from rich.console import Console
     from rich.table import Table
 
-    options = parse("titans bench memory", MemoryBenchOptions, arguments, MemoryBenchOptions())
     sharding.use_cores(options.batch)
     console = Console()
     peak = matmul_peak()
@@ -109,7 +107,7 @@ def main(arguments: list[str]) -> None:
     console.print(f"saved {folder}")
 
 
-def cases(options: MemoryBenchOptions) -> list[MemoryBenchOptions]:
+def cases(options: Options) -> list[Options]:
     """What is timed: one set of options, with every choice made, per row."""
     time = options.time or 4096
     if options.all:
@@ -123,7 +121,7 @@ def cases(options: MemoryBenchOptions) -> list[MemoryBenchOptions]:
     return [replace(options, time=time, expansion=e, chunk_size=c) for time, e, c in standard]
 
 
-def measure(case: MemoryBenchOptions, peak: float) -> Measurement:
+def measure(case: Options, peak: float) -> Measurement:
     """Compile and time one case."""
     model = ModelConfig(
         num_heads=case.num_heads,

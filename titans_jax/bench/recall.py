@@ -37,7 +37,6 @@ from titans_jax.config import (
     has_memory,
     memory_rule,
 )
-from titans_jax.config.command_line import parse
 from titans_jax.config.validate import validate
 from titans_jax.data.recall import RecallTask, recall_sequences
 from titans_jax.evaluation.perplexity import Batch, cross_entropy_sum
@@ -112,9 +111,8 @@ class Measurement:
     finite: bool
 
 
-def main(arguments: list[str]) -> None:
-    """titans bench recall [--field value ...]"""
-    options = parse("titans bench recall", Options, arguments, Options())
+def main(options: Options) -> None:
+    """Train and ask every model, print a table, and save it."""
     task, models = task_and_models(options)
     sharding.use_cores(options.batch_size)
     console = Console()

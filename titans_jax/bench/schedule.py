@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titans_jax.config import ConfigError
-from titans_jax.config.command_line import parse
 from titans_jax.tpu import schedules
 from titans_jax.tpu.hlo import Program
 from titans_jax.tpu.topology import describe, find_topology
@@ -52,7 +51,7 @@ CASES = (
 
 
 @dataclass(frozen=True)
-class ScheduleBenchOptions:
+class Options:
     """Compile the fused kernel for TPUs and print its schedule, (head_dim, hidden) x chunk size; minutes a case."""
 
     topologies: tuple[str, ...] = ("v6e:1x1",)
@@ -89,12 +88,11 @@ class Row:
     backward_slots: dict[str, float]
 
 
-def main(arguments: list[str]) -> None:
-    """titans bench schedule [--field value ...]"""
+def main(options: Options) -> None:
+    """Compile every case, print tables, and save them."""
     from rich.console import Console
     from rich.table import Table
 
-    options = parse("titans bench schedule", ScheduleBenchOptions, arguments, ScheduleBenchOptions())
     topologies = [find_topology(name).name for name in options.topologies]
     if options.preset not in (deep := deep_presets()):
         raise ConfigError(f"preset is {options.preset!r}; use one of {', '.join(deep)}")

@@ -16,7 +16,6 @@ from rich.table import Table
 from titans_jax import sharding
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
-from titans_jax.config.command_line import parse
 from titans_jax.config.validate import validate
 from titans_jax.inference import decode_step, prefill
 from titans_jax.training.flops import training_flops_per_token
@@ -46,9 +45,8 @@ class Options:
     """Tokens decoded one by one at each context."""
 
 
-def main(arguments: list[str]) -> None:
+def main(options: Options) -> None:
     """Measure and print one table."""
-    options = parse("titans bench train", Options, arguments, Options())
     model = options.model
     validate(Config(model=model))
     sharding.use_cores(options.batch_size)

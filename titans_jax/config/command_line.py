@@ -1,55 +1,116 @@
-"""Command-line arguments into a dataclass: --field value, typed by the dataclass, refused in one sentence."""
+"""Command-line arguments into a dataclass, by one call of tyro; what tyro refuses is told in one sentence."""
 
 import contextlib
+import dataclasses
 import io
 import typing
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from titans_jax.config import ConfigError, leaves, unknown_field
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from titans_jax.config import ConfigError, unknown_field
 from titans_jax.config.validate import describe, nearest
 
+TYPES = ConstructorRegistry()
+"""How values are read where it is not tyro's way."""
 
-def parse(program: str, kind: type, arguments: list[str], default: Any) -> Any:
-    """`default` with the fields that --field value arguments set, typed by the dataclass `kind`.
+
+@TYPES.primitive_rule
+def _bool(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+    """--flag, --flag True or --flag False."""
+    if kind.type is not bool:
+        return None
+
+    def read(words: list[str]) -> bool:
+        if words not in ([], ["True"], ["False"]):
+            raise ValueError(f"{words[0]} is neither True nor False")
+        return words != ["False"]
+
+    return PrimitiveConstructorSpec(
+        nargs=(0, 1),
+        metavar="[True|False]",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def parse(program: str, kind: type, arguments: list[str], default: Any = None) -> Any:
+    """`default`, or a new `kind`, with the fields that the arguments set, typed by the dataclass `kind`.
+
+    --help among them prints the fields and ends the process.
 
     Raises:
       ConfigError: an unknown field, or a value of a wrong type.
     """
-    import tyro
 
-    options = {"prog": program, "use_underscores": True, "config": (tyro.conf.FlagConversionOff,)}
-    if "--help" in arguments or "-h" in arguments:
-        tyro.cli(kind, args=["--help"], default=default, **options)
-    fields = leaves(default)
-    groups: list[list[str]] = []
+    def read(words: list[str]) -> Any:
+        return tyro.cli(
+            kind,
+            prog=program,
+            args=words,
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalMetavarFromFieldName),
+            registry=TYPES,
+            **({} if default is None else {"default": default}),
+        )
+
+    if {"--help", "-h"} & {*arguments}:
+        read(["--help"])
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return read(arguments)
+    except SystemExit:
+        raise _refusal(program, kind, arguments, read) from None
+
+
+def _refusal(program: str, kind: type, arguments: list[str], read: Callable[[list[str]], Any]) -> ConfigError:
+    """The sentence for arguments that tyro refuses: it is asked about each field alone which one it is."""
+
+    def refused(words: list[str]) -> bool:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                read(words)
+        except SystemExit:
+            return True
+        return False
+
+    fields = dict(_fields(kind))
+    (_, *words), *groups = _groups(arguments)
+    if refused(words):
+        needed = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+        if len(words) < len(needed):
+            return ConfigError(f"{program} needs {needed[len(words)].upper()}; see {program} --help")
+        return ConfigError(f"{words[-1]} has no field in front; write --field {words[-1]}")
+    for name, *values in groups:
+        if name not in fields:
+            return unknown_field(name, fields)
+    for name, *values in groups:
+        if refused([*words, f"--{name}", *values]):
+            said = f"is {' '.join(values)!r}" if values else "has no value"
+            return ConfigError(f"{name} {said}; use {describe(fields[name])}{nearest(' '.join(values), fields[name])}")
+    return ConfigError(f"{' '.join(arguments)} cannot be read; see {program} --help")
+
+
+def _groups(arguments: list[str]) -> list[list[str]]:
+    """Each field with its values, after "" with the words in front of all fields."""
+    groups = [[""]]
     for argument in arguments:
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
-            name = name.replace("-", "_")
-            if name not in fields:
-                raise unknown_field(name, fields)
-            groups.append([f"--{name}", *([value] if equals else [])])
-        elif groups:
-            groups[-1].append(argument)
+            groups.append([name.replace("-", "_"), *([value] if equals else [])])
         else:
-            raise ConfigError(f"{argument} has no field in front; write --field {argument}")
-    for group in groups:
-        if len(group) == 1 and isinstance(fields[group[0][2:]], bool):
-            group.append("True")
-    for group in groups:  # one by one, so that a refusal can be told in our words and name the field
-        try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                default = tyro.cli(kind, args=group, default=default, **options)
-        except SystemExit:
-            name, value = group[0][2:], " ".join(group[1:])
-            said = f"is {value!r}" if value else "has no value"
-            hint = _type_of(kind, name)
-            raise ConfigError(f"{name} {said}; use {describe(hint)}{nearest(value, hint)}") from None
-    return default
+            groups[-1].append(argument)
+    return groups
 
 
-def _type_of(kind: type, name: str) -> Any:
-    """Type of a field by its dotted name."""
-    for part in name.split("."):
-        kind = typing.get_type_hints(kind)[part]
-    return kind
+def _fields(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and types of the fields that are set by --name, of nested dataclasses too."""
+    marked, plain = typing.get_type_hints(kind, include_extras=True), typing.get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(plain[f.name]):
+            yield from _fields(plain[f.name], f"{prefix}{f.name}.")
+        elif marked[f.name] != tyro.conf.Positional[plain[f.name]]:
+            yield prefix + f.name, plain[f.name]

@@ -16,8 +16,8 @@ from titans_jax.tpu.topology import find_topology
 
 
 @dataclass(frozen=True)
-class Options:
-    """Compile a configuration's training step for a TPU slice; needs libtpu, and no TPU."""
+class Options(Config):
+    """A configuration, and the TPU slice that its training step is compiled for; needs libtpu, and no TPU."""
 
     topology: str | None = None
     """The slice, by shape (v5p:8x8x8) or accelerator type (v5p-1024); None is the configuration's mesh.topology."""
@@ -36,12 +36,13 @@ class Options:
     """Row lengths of the comparison."""
 
 
-def main(config: Config, name: str, options: Options) -> None:
+def main(name: str, options: Options) -> None:
     """Print the report.
 
     Raises:
       ConfigError: no such topology, a mesh or a batch that does not divide, no libtpu, a step that does not fit.
     """
+    config = Config(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Config)})
     asked = options.topology or config.mesh.topology
     if asked is None:
         raise ConfigError(f"mesh.topology of {name} is None; name a slice, such as --topology v5e:2x4")

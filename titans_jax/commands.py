@@ -1,0 +1,269 @@
+"""The commands of the command line, each a function of its arguments; a command imports what only it needs.
+
+What a command can be told is a dataclass: its fields are the options, with their types, defaults and help.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tyro.conf import Positional
+
+from titans_jax.config import Config, ConfigError, MeshConfig
+from titans_jax.config.command_line import parse
+from titans_jax.config.files import find_config, shipped_configs
+from titans_jax.config.validate import validate
+
+if TYPE_CHECKING:
+    from titans_jax.training import Run
+
+SomeConfig = TypeVar("SomeConfig", bound=Config)
+
+
+def train(arguments: list[str]) -> None:
+    """titans train CONFIG [--field value ...]"""
+    name, config = configuration("titans train", arguments)
+    _cache_compilations()
+    from titans_jax import sharding
+    from titans_jax.sharding import processes
+    from titans_jax.training import train
+
+    processes.start(config.processes)
+    if config.mesh == MeshConfig():
+        sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
+
+    # Orbax logs every failed write with its traceback; what the user needs of it comes as the sentence of an error.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    train(config, Path(config.training.run_dir or f"runs/{name}"))
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a text with a trained model; the text streams to the terminal."""
+
+    run: Positional[Path]
+    """The folder that training wrote."""
+    prompt: str = ""
+    """Text to continue; empty begins a document."""
+    max_tokens: int = 512
+    """Tokens to write at most; the model may end the document before."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest most likely tokens whose probabilities reach p."""
+    seed: int = 0
+    """The same seed gives the same text."""
+
+
+def generate(arguments: list[str]) -> None:
+    """titans generate RUN [--prompt TEXT ...]"""
+    options = parse("titans generate", GenerateOptions, arguments)
+    _cache_compilations()
+    from titans_jax.inference import Generator, Sampling
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    run = _load_run(options.run)
+    generator = Generator(run.graphdef, run.tokenizer, sampling)
+    print(options.prompt, end="", flush=True)
+    for text in generator.stream(run.params, options.prompt, options.max_tokens, options.seed):
+        print(text, end="", flush=True)
+    print()
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Measure a trained model."""
+
+    run: Positional[Path]
+    """The folder that training wrote."""
+    tasks: Positional[tuple[str, ...]] = ("perplexity",)
+    """What to measure: names of evaluators. perplexity: loss, bits per byte and perplexity on the run's held-out text.
+    """
+    batches: int | None = None
+    """Batches to read; None reads all."""
+    json: bool = False
+    """Print one JSON object instead of lines."""
+
+
+def evaluate(arguments: list[str]) -> None:
+    """titans evaluate RUN [TASK ...] [--json]"""
+    options = parse("titans evaluate", EvaluateOptions, arguments)
+    _cache_compilations()
+    from titans_jax.config import registered
+    from titans_jax.evaluation import EVALUATORS
+
+    run = _load_run(options.run)
+    evaluators = {task: registered(EVALUATORS, "tasks", task) for task in options.tasks}
+    numbers: dict[str, float] = {"step": run.step}
+    for task, measure in evaluators.items():
+        prefix = f"{task}/" if len(evaluators) > 1 else ""
+        numbers |= {prefix + name: value for name, value in measure(run, options.batches).items()}
+    if options.json:
+        print(json.dumps(numbers))
+    else:
+        width = max(14, *(len(name) + 2 for name in numbers))
+        print("\n".join(f"{name.replace('_', ' '):{width}}{value:,.6g}" for name, value in numbers.items()))
+
+
+def data(arguments: list[str]) -> None:
+    """titans data CONFIG [--field value ...]"""
+    _, config = configuration("titans data", arguments)
+    from titans_jax import data as pipeline
+    from titans_jax.models.language_model import granularity
+
+    tokenizer = pipeline.load_tokenizer(config.data.tokenizer)
+    align = granularity(config.model)
+    training = pipeline.train_batches(config.data, tokenizer, align=align)
+    with contextlib.closing(training):
+        print(f"training:   {training.statistics}")
+        validation = pipeline.validation_batches(config.data, tokenizer, align=align)
+        print(f"validation: {validation.statistics}")
+        row = next(training)["tokens"][0]
+    print(f"the first row begins: {tokenizer.decode(row)[:300]!r}")
+
+
+def compile_(arguments: list[str]) -> None:
+    """titans compile CONFIG [--topology v5p:8x8x8 ...] [--field value ...]"""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # where there are TPUs, they are none of this command's business
+    from titans_jax.tpu import command
+
+    command.main(*configuration("titans compile", arguments, command.Options, reads_data=False))
+
+
+def models(arguments: list[str]) -> None:
+    """titans models"""
+    _no_arguments("titans models", arguments)
+    from rich.console import Console
+    from rich.table import Table
+
+    from titans_jax.layers.memory_gates import GATES, gates_given
+    from titans_jax.memory import FORMS, choose_form
+    from titans_jax.memory.rule import presets
+
+    head_dim = 64
+    table = Table(
+        "preset", "memory", "bias", "retention", "its gates", "algorithm", "floats a head", "exact", "auto on a TPU",
+        caption=f"floats of a {head_dim}-wide head; exact: the parallel forms give the token-by-token rule, not that "
+        f"of chunks; forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}",
+    )  # fmt: skip
+    for name, make in presets.PRESETS.items():
+        rule, choices = make(), GATES[name]
+        gates = [choices.retention] * (choices.retention != "keep")
+        gates += [f"{side} channels" for side in ("key", "value") if getattr(choices, side)]
+        four = (_words(choice) for choice in (rule.architecture, rule.bias, rule.retention, rule.algorithm))
+        memory, bias, retention, algorithm = four
+        floats, exact = f"{presets.state_floats(rule, head_dim):,}", "yes" if rule.exact else "no"
+        form = choose_form("auto", rule, gates_given(rule, choices), "tpu")
+        retention, gates = retention if gates else "none", ", ".join(gates)
+        table.add_row(name, memory, bias, retention, gates, algorithm, floats, exact, form)
+    Console().print(table)
+
+
+def _words(choice: Any) -> str:
+    """A choice of a rule in words: its name, and its fields that are not at their defaults."""
+    name = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(choice).__name__).lower()
+    changed = [f for f in dataclasses.fields(choice) if getattr(choice, f.name) != f.default]
+    return ", ".join([name] + [f"{f.name} {getattr(choice, f.name)}".replace("_", " ") for f in changed])
+
+
+def configs(arguments: list[str]) -> None:
+    """titans configs"""
+    _no_arguments("titans configs", arguments)
+    from rich.console import Console
+    from rich.table import Table
+
+    from titans_jax.training.run import count_params
+
+    table = Table("configuration", "blocks", "depth", "width", "parameters", "tokens")
+    for name, config in shipped_configs().items():
+        model, data = config.model, config.data
+        tokens = config.training.steps * data.batch_size * data.sequence_length
+        table.add_row(
+            name,
+            " ".join(model.pattern),
+            str(model.depth),
+            str(model.dim),
+            f"{count_params(model) / 1e6:,.1f}M",
+            f"{tokens / 1e9:,.0f}B" if tokens > 1e9 else f"{tokens / 1e6:,.1f}M",
+        )
+    Console().print(table)
+
+
+BENCHMARKS = ("memory", "train", "schedule", "recall")
+
+
+def bench(arguments: list[str]) -> None:
+    """titans bench memory | train | schedule | recall [...]"""
+    name, *rest = arguments or [""]
+    if name not in BENCHMARKS:
+        *others, last = BENCHMARKS
+        raise ConfigError(f"there is no benchmark {name!r}; use titans bench {', '.join(others)} or {last}")
+    benchmark = importlib.import_module(f"titans_jax.bench.{name}")
+    benchmark.main(parse(f"titans bench {name}", benchmark.Options, rest))
+
+
+COMMANDS = {
+    "train": train, "generate": generate, "evaluate": evaluate, "compile": compile_, "data": data, "models": models,
+    "configs": configs, "bench": bench,
+}  # fmt: skip
+
+
+# What commands share
+
+
+def configuration(
+    program: str, arguments: list[str], kind: type[SomeConfig] = Config, *, reads_data: bool = True
+) -> tuple[str, SomeConfig]:
+    """The name of the configuration that arguments CONFIG [--field value ...] describe, and it, valid.
+
+    `kind`: Config, or a dataclass with more fields, options of the command.
+    `reads_data`: the command needs the configuration's data to be there.
+
+    Raises:
+      ConfigError: no such configuration, an unknown field, a value of a wrong type, or fields that do not fit together.
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        names = ", ".join(sorted(shipped_configs()))
+        usage = f"usage: {program} CONFIG [--field value ...]\n\nCONFIG: a Python file, or one of {names}"
+        print(usage, file=sys.stdout if arguments else sys.stderr)
+        raise SystemExit(0 if arguments else 2)
+    name, default = find_config(arguments[0])
+    default = kind(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)})
+    config = parse(f"{program} {arguments[0]}", kind, arguments[1:], default)
+    validate(config, reads_data=reads_data)
+    return name, config
+
+
+def _load_run(folder: Path) -> "Run":
+    """A trained model, with what is skipped on the way told on the error stream."""
+    from titans_jax.training import load_run
+
+    return load_run(folder, say=lambda sentence: print(f"titans: {sentence}", file=sys.stderr))
+
+
+def _no_arguments(program: str, arguments: list[str]) -> None:
+    if arguments:
+        raise ConfigError(f"{program} takes no arguments, not {' '.join(arguments)}")
+
+
+def _cache_compilations() -> None:
+    """Keep compiled programs between processes, where the user's cache folder can be written."""
+    import jax
+
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans_jax"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", str(folder))
