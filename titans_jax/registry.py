@@ -14,6 +14,7 @@ evaluators. A file that registers parts is imported by `Config.extensions`.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -63,6 +64,7 @@ class Registry(Mapping[str, Part]):
     def add(self, name: str, part: Part, file: str = "") -> None:
         """Add a part that `file` defines; see `register`."""
         global _registrations
+        file = os.path.realpath(file) if file else ""
         if name in self._parts and (not file or self._files[name] != file):
             raise ValueError(f"there is already a {self.kind} {name!r}: register this one under another name.")
         self._parts[name], self._files[name] = part, file

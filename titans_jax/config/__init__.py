@@ -1,7 +1,8 @@
 """The configuration of one experiment: its fields, what is refused, the command line, and the papers' settings."""
 
+from titans_jax.config.extensions import import_extensions, import_file
+from titans_jax.config.rules import gate_choices, memory_rule, registered
 from titans_jax.config.schema import (
-    MEMORY_BLOCKS,
     Config,
     ConfigError,
     DataConfig,
@@ -12,17 +13,14 @@ from titans_jax.config.schema import (
     ProcessesConfig,
     ProfileConfig,
     TrainingConfig,
-    did_you_mean,
     from_dict,
-    has_memory,
     leaves,
-    memory_rule,
     to_dict,
     unknown_field,
 )
+from titans_jax.registry import did_you_mean
 
 __all__ = [
-    "MEMORY_BLOCKS",
     "Config",
     "ConfigError",
     "DataConfig",
@@ -35,9 +33,12 @@ __all__ = [
     "TrainingConfig",
     "did_you_mean",
     "from_dict",
-    "has_memory",
+    "gate_choices",
+    "import_extensions",
+    "import_file",
     "leaves",
     "memory_rule",
+    "registered",
     "to_dict",
     "unknown_field",
 ]

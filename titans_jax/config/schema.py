@@ -1,35 +1,22 @@
 """The configuration of one experiment: what the model is, what it reads, how it is trained.
 
 A configuration is a frozen tree of dataclasses, so it can be hashed, compared, printed as JSON and closed over by a
-compiled function. `titans_jax.config.validate` refuses an impossible one in a single sentence before anything is compiled or
-written.
+compiled function. Parts of a model (presets, blocks, sources) are named in it; `titans_jax.config.validate` refuses a
+name that nothing is registered under, and any other impossible configuration, in a single sentence before anything is
+compiled or written. Nothing here needs jax.
 """
 
 import dataclasses
-import difflib
-import inspect
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from titans_jax.memory import MemoryRule
-
-
-# Names of the tables in titans_jax.memory, here so that a configuration is read, and help given, without jax.
-PRESETS = (
-    "retnet", "linear_attention", "dfw", "lightning_attention", "gla", "mamba2", "hgrn2", "deltanet", "longhorn",
-    "ttt_linear", "gated_deltanet", "rwkv7", "delta_product", "mesa", "ttt_mlp", "titans", "moneta", "yaad", "memora",
-)  # fmt: skip
-BIASES = ("l2", "dot_product", "lp", "value_less", "huber", "huber_norm", "mixture", "value_shift")
-RETENTIONS = (
-    "decay", "elastic_net", "ftrl_elastic_net", "norm_power", "lq", "kullback_leibler", "lagged_kullback_leibler",
-    "f_divergence", "bregman_logit",
-)  # fmt: skip
+from titans_jax.errors import TitansError
+from titans_jax.registry import did_you_mean
 
 
-class ConfigError(ValueError):
+class ConfigError(TitansError, ValueError):
     """A configuration that cannot work. The message is one sentence: the field, its value, and what would work."""
 
 
@@ -37,18 +24,22 @@ class ConfigError(ValueError):
 class MemoryConfig:
     """The associative memory of a memory layer; one independent memory per head."""
 
-    preset: Literal[PRESETS] = "titans"
-    """The rule, by name; `titans models` prints them all."""
-    architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] | None = None
-    """What the memory computes; None is the preset's own. `residual_mlp` is x + LN(MLP(x)); `linear` is x @ W."""
+    preset: str = "titans"
+    """The rule with its gates, by name; `titans models` prints them all. A `titans_jax.memory.presets.Preset` given
+    here is registered, and the field is its name."""
+    architecture: str | None = None
+    """What the memory computes, residual_mlp, mlp, linear, gated_mlp or a registered one; None is the preset's own.
+    `residual_mlp` is x + LN(MLP(x)); `linear` is x @ W."""
     depth: int = 2
     """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by other memories."""
     expansion: int = 4
     """Hidden width of an MLP memory over head_dim."""
-    bias: Literal[BIASES] | None = None
-    """Attentional bias; None is the preset's own."""
-    retention: Literal[RETENTIONS] | None = None
-    """Retention gate; None is the preset's own."""
+    bias: str | None = None
+    """Attentional bias, l2, dot_product, lp, value_less, huber, huber_norm, mixture, value_shift or a registered one;
+    None is the preset's own."""
+    retention: str | None = None
+    """Retention gate, decay, elastic_net, ftrl_elastic_net, norm_power, lq, kullback_leibler, lagged_kullback_leibler,
+    f_divergence, bregman_logit or a registered one; None is the preset's own."""
     momentum: bool | None = None
     """Keep past surprise (eta of the paper), or take plain gradient steps; None is the preset's own."""
     p: float = 3.0
@@ -66,17 +57,24 @@ class MemoryConfig:
     """Which implementation runs the rule in training: `auto` is `fused`, one kernel, on TPUs, and `chunked` elsewhere.
     Never changes the numbers beyond rounding."""
     max_step_size: float = 0.1
-    """theta_max: the step size is theta_max / head_dim * sigmoid(gate) (papers.md 1.3)."""
+    """theta_max: the step size of Titans is theta_max / head_dim * sigmoid(gate) (memory/README.md, Gates)."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
+
+    def __post_init__(self):
+        if not isinstance(self.preset, str):
+            from titans_jax.config.rules import register  # its rule is an object of titans_jax.memory: jax is there
+
+            object.__setattr__(self, "preset", register(self.preset))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A language model: a pattern of blocks, cycled over the depth, between an embedding and a head."""
 
-    pattern: tuple[Literal["lmm", "mac", "mag", "mal", "attention", "window"], ...] = ("mac",)
-    """Block kinds, repeated until `depth` blocks exist. ("attention",) is Transformer++."""
+    pattern: tuple[str, ...] = ("mac",)
+    """Blocks by name, lmm, mac, mag, mal, attention, window or registered ones, repeated until `depth` of them exist.
+    ("attention",) is Transformer++."""
     dim: int = 256
     """Width of the residual stream; equals num_heads * head_dim."""
     depth: int = 4
@@ -94,7 +92,7 @@ class ModelConfig:
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16
-    """Learned, input-independent tokens in front of every layer's sequence (papers.md 1.7)."""
+    """Learned, input-independent tokens in front of every layer's sequence (Titans eq 19)."""
     conv_size: int = 4
     """Taps of the causal depthwise convolution on queries, keys and values of the memory."""
     rope_theta: float = 10000.0
@@ -119,9 +117,9 @@ class ModelConfig:
 class DataConfig:
     """Where tokens come from and how rows are cut."""
 
-    source: Literal["python", "text", "jsonl", "tfds"] = "python"
+    source: str = "python"
     """`python`: the running Python's standard library (no download). `text`: a folder of text files. `jsonl`: a .jsonl
-    file or folder (.gz, .xz too). `tfds`: a prepared TFDS/ArrayRecord folder."""
+    file or folder (.gz, .xz too). `tfds`: a prepared TFDS/ArrayRecord folder. Or a registered one."""
     path: str | None = None
     """File or folder of the source; None only for `python`."""
     validation_path: str | None = None
@@ -146,7 +144,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay (papers.md 2.1)."""
+    """AdamW with a linear warm-up and a cosine decay."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
@@ -251,67 +249,14 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    extensions: tuple[str, ...] = ()
+    """Python files that register parts of one's own, imported before a part is looked up; set by a configuration file
+    that registers any."""
 
 
-MEMORY_BLOCKS = frozenset({"lmm", "mac", "mag", "mal"})
-"""Block kinds that hold a memory."""
-
-
-def has_memory(model: ModelConfig) -> bool:
-    """Whether any block of the pattern holds a memory."""
-    return not MEMORY_BLOCKS.isdisjoint(model.pattern)
-
-
-def memory_rule(config: MemoryConfig) -> "MemoryRule":
-    """The rule that a configuration describes: its preset, with the choices it replaces.
-
-    Raises:
-      ConfigError: choices that cannot be, or that exclude each other.
-    """
-    try:
-        return _memory_rule(config)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"model.memory: {str(error).rstrip('.')}") from error
-
-
-def _memory_rule(config: MemoryConfig) -> "MemoryRule":
-    from titans_jax.memory.rule import algorithms, architectures, biases, presets, retentions
-
-    make = presets.PRESETS[config.preset]
-    fields = set(inspect.signature(make).parameters) & {"depth", "expansion", "chunk_size", "p", "q", "steps"}
-    rule = make(**{name: getattr(config, name) for name in fields})
-    choices = {}
-    if config.architecture is not None:
-        choices["architecture"] = {
-            "linear": lambda: architectures.linear(),
-            "mlp": lambda: architectures.mlp(config.depth, config.expansion),
-            "residual_mlp": lambda: architectures.residual_mlp(config.depth, config.expansion),
-            "gated_mlp": lambda: architectures.gated_mlp(config.expansion),
-        }[config.architecture]()
-        choices["learned_start"] = rule.learned_start or config.architecture != "linear"  # zero would stay zero
-    if config.bias is not None:
-        choices["bias"] = biases.BIASES[config.bias](*[config.p] * (config.bias == "lp"))
-    if config.retention is not None:
-        exponent = [config.q] * (config.retention == "norm_power")
-        choices["retention"] = retentions.RETENTIONS[config.retention](*exponent)
-    if config.momentum is not None and config.momentum != rule.algorithm.has_momentum:
-        plain = algorithms.gradient_descent()
-        if rule.algorithm not in (plain, algorithms.momentum()):
-            raise ConfigError(
-                f"model.memory.momentum is {config.momentum}; the algorithm of {config.preset}, {rule.algorithm}, "
-                "knows no momentum: leave it None"
-            )
-        choices["algorithm"] = algorithms.momentum() if config.momentum else plain
-    return dataclasses.replace(rule, **choices)
-
-
-def to_dict(config: Any) -> Any:
-    """The configuration as JSON-able dictionaries, lists and scalars."""
-    if dataclasses.is_dataclass(config):
-        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    return list(config) if isinstance(config, tuple) else config
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as nested dictionaries that json can write."""
+    return dataclasses.asdict(config)
 
 
 def from_dict(values: dict[str, Any], kind: type = Config, prefix: str = "") -> Any:
@@ -344,9 +289,3 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 def unknown_field(name: str, fields: Iterable[str] | None = None) -> ConfigError:
     """The error for a field that is none of `fields` (default: a Config's), with the nearest one that is."""
     return ConfigError(f"there is no field {name}{did_you_mean(name, leaves(Config()) if fields is None else fields)}")
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """ "; did you mean ...?" with the one of `names` that looks like `name`, or nothing."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -5,21 +5,23 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.experimental import multihost_utils
 
 from titans_jax import data
 from titans_jax.data import ByteTokenizer, Tokenizer
 from titans_jax.errors import TitansError
-from titans_jax.models.language_model import granularity
+from titans_jax.evaluation.evaluators import register_evaluator
+from titans_jax.models import granularity
+from titans_jax.models.loss import Batch, cross_entropy_sum, loss_sum  # noqa: F401
 
-Batch = dict[str, jax.Array]
+if TYPE_CHECKING:
+    from titans_jax.training import Run
+
 EvaluationStep = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
 
 
@@ -80,12 +82,29 @@ def evaluate(
     return Evaluation(nats, tokens, num_bytes)
 
 
-def evaluate_run(run: Any, batches: int | None = None) -> Evaluation:
-    """A trained model (titans_jax.training.Run) on the first `batches` validation batches of its data, or on all."""
+def evaluate_run(run: "Run", batches: int | None = None) -> Evaluation:
+    """A trained model on the first `batches` validation batches of its data, or on all.
+
+    Raises:
+      EvaluationError: the batches hold no text.
+    """
     align = granularity(run.config.model)
     validation = data.validation_batches(run.config.data, run.tokenizer, align=align)
     step = make_evaluation_step(run.graphdef)
     return evaluate(step, run.params, itertools.islice(validation, batches), run.tokenizer)
+
+
+@register_evaluator()
+def perplexity(run: "Run", batches: int | None = None) -> dict[str, float]:
+    """Loss, bits per byte and perplexity of a run on the held-out documents of its data."""
+    result = evaluate_run(run, batches)
+    return {
+        "loss": result.loss,
+        "bits_per_byte": result.bits_per_byte,
+        "perplexity": result.perplexity,
+        "tokens": result.tokens,
+        "bytes": result.bytes,
+    }
 
 
 def make_evaluation_step(graphdef: nnx.GraphDef) -> EvaluationStep:
@@ -100,22 +119,6 @@ def _evaluation_step(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple
     model = nnx.merge(graphdef, params)
     logits, diagnostics = model(batch["tokens"], batch["segment_ids"], return_diagnostics=True)
     return *cross_entropy_sum(logits, batch["targets"]), diagnostics
-
-
-def loss_sum(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Summed cross entropy in nats of the predicted targets, and how many there are; scalars of the logits' dtype.
-
-    batch: {"tokens", "targets", "segment_ids"}, int32 [rows, time]; a target of -1 is not predicted.
-    """
-    logits = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"])
-    return cross_entropy_sum(logits, batch["targets"])
-
-
-def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `loss_sum`, from logits [rows, time, vocab] and targets [rows, time]."""
-    predicted = targets >= 0
-    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
-    return jnp.sum(nats, where=predicted), jnp.sum(predicted, dtype=nats.dtype)
 
 
 def count_bytes(targets: np.ndarray, tokenizer: Tokenizer) -> int:

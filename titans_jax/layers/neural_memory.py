@@ -20,10 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from titans_jax import memory
-from titans_jax.config import ModelConfig, memory_rule
+from titans_jax.config import ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
-from titans_jax.layers.memory_gates import GATES, MemoryGates
+from titans_jax.layers.memory_gates import MemoryGates
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.sharding import (
@@ -81,10 +81,10 @@ class NeuralMemory(nnx.Module):
         self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
         width = config.num_heads * config.head_dim
         self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
-        made = GATES[config.memory.preset].keys
-        copies = self.rule.algorithm.steps if made == "projected" else 1
+        choices = gate_choices(config.memory)
+        copies = choices.projected_steps(self.rule)
         projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
-        gate = made == "complement"  # what a key's channel forgets decides both
+        gate = choices.complement_keys  # what a key's channel forgets decides both
         self.key = projected(unit_norm=not gate, logits=gate)
         self.value = projected(unit_norm=False)
 

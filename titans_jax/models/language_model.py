@@ -17,31 +17,13 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax import sharding
-from titans_jax.config import MEMORY_BLOCKS, ModelConfig, memory_rule
+from titans_jax.config import ModelConfig
 from titans_jax.layers import document_layout as layout
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.neural_memory import READS
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import INIT_STDDEV, compute_dtype, param_dtype, projection
-from titans_jax.models.attention_block import AttentionBlock, WindowBlock
-from titans_jax.models.lmm import LMM
-from titans_jax.models.mac import MAC
-from titans_jax.models.mag import MAG
-from titans_jax.models.mal import MAL
-
-BLOCKS: dict[str, type[nnx.Module]] = {
-    "lmm": LMM,
-    "mac": MAC,
-    "mag": MAG,
-    "mal": MAL,
-    "attention": AttentionBlock,
-    "window": WindowBlock,
-}
-"""Block kinds by name. A block has
-
-    init_state(batch, max_length) -> state                           arrays only, before the first token
-    block(x, state=None, documents=None) -> x, state, report         x [batch, time, dim]; report {} without memory
-"""
+from titans_jax.models.pattern import blocks_of, granularity
 
 NAMES = ("features", "reads", READS)
 """Activations that layers name: queries, keys and values of attention and memory, and what these return."""
@@ -63,7 +45,7 @@ class Cycle(nnx.Module):
     """The blocks of one round of the pattern."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.blocks = nnx.List([BLOCKS[kind](config, rngs=rngs) for kind in config.pattern])
+        self.blocks = nnx.List([block(config, rngs=rngs) for block in blocks_of(config)])
 
 
 class LanguageModel(nnx.Module):
@@ -190,13 +172,6 @@ class LanguageModel(nnx.Module):
             policy = REMAT_POLICIES[self.config.remat]
             one_cycle = jax.checkpoint(one_cycle, prevent_cse=False, policy=policy)
         return jax.lax.scan(one_cycle, x, (self.cycles, states))
-
-
-def granularity(config: ModelConfig) -> int:
-    """Packed documents begin at multiples of this: a segment of MAC, a chunk of another memory, else 1."""
-    if "mac" in config.pattern:
-        return config.segment
-    return 1 if MEMORY_BLOCKS.isdisjoint(config.pattern) else memory_rule(config.memory).chunk_size
 
 
 def _check_time(tokens: jax.Array) -> None:

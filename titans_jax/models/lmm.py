@@ -9,14 +9,19 @@ from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.models.block import Block, register_block
+from titans_jax.models.flops import feed_forward_flops, memory_layer_flops
 
 
-class LMM(nnx.Module):
+@register_block("lmm")
+class LMM(Block):
     """x += memory([P | norm(x)]); x += feed_forward(norm(x)).
 
     The memory reads the persistent tokens P first (the paper's ablation implies it, papers.md 1.7); their outputs are
     dropped.
     """
+
+    has_memory = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.persistent = PersistentTokens(config, rngs=rngs)
@@ -34,3 +39,8 @@ class LMM(nnx.Module):
 
     def init_state(self, batch: int, max_length: int | None = None) -> MemoryLayerState:
         return self.memory.init_state(batch, self.persistent())
+
+    @staticmethod
+    def forward_flops(config: ModelConfig, time: int) -> float:
+        """See `Block`."""
+        return memory_layer_flops(config) + feed_forward_flops(config)

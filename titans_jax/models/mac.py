@@ -27,16 +27,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from titans_jax.config import ModelConfig
-from titans_jax.layers.attention.layer import Attention, segment_attention
-from titans_jax.layers.attention.xla import KeyValues
+from titans_jax.config import ConfigError, ModelConfig
+from titans_jax.layers.attention import Attention, KeyValues, segment_attention
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.persistent import PersistentTokens
-from titans_jax.ops.backend import KERNELS
+from titans_jax.models.block import Block, register_block
+from titans_jax.models.flops import (
+    attention_flops,
+    feed_forward_flops,
+    mean_causal_keys,
+    memory_layer_flops,
+    memory_read_flops,
+    persistent_flops,
+    projection_flops,
+)
+from titans_jax.ops.platform import KERNELS
 from titans_jax.sharding import BATCH, constrain
 
 
@@ -69,8 +78,11 @@ class MACState(NamedTuple):
     index: jax.Array
 
 
-class MAC(nnx.Module):
+@register_block("mac")
+class MAC(Block):
     """x += mac(norm(x)); x += feed_forward(norm(x))."""
+
+    has_memory = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.segment, self.remat = config.segment, config.remat == "full"
@@ -105,6 +117,32 @@ class MAC(nnx.Module):
         start = start._replace(memory=dataclasses.replace(start.memory, position=None))
         prefix = self.attention.prefix(self.persistent())
         return self._open_segment(*broadcast((start, start.tails["query"], prefix), batch))
+
+    @staticmethod
+    def forward_flops(config: ModelConfig, time: int) -> float:
+        """See `Block`."""
+        # Token i of a segment sees h_j and x_j for j <= i. For h: queries, a read of the memory, keys and values.
+        keys = 2 * mean_causal_keys(min(time, config.segment), config.segment)
+        segment = attention_flops(config, keys) + persistent_flops(config)
+        context = 3 * projection_flops(config) + memory_read_flops(config)
+        merge = projection_flops(config)
+        return segment + context + memory_layer_flops(config) + merge + feed_forward_flops(config)
+
+    @staticmethod
+    def granularity(config: ModelConfig) -> int:
+        """A segment."""
+        return config.segment
+
+    @staticmethod
+    def check(config: ModelConfig) -> None:
+        """A segment is a whole number of the memory's chunks."""
+        chunk_size = config.memory.chunk_size
+        if config.segment % chunk_size:
+            below = max(config.segment // chunk_size, 1) * chunk_size
+            raise ConfigError(
+                f"model.segment is {config.segment}; use a multiple of model.memory.chunk_size {chunk_size}, such as "
+                f"{below}"
+            )
 
     def _open_segment(self, memory: MemoryLayerState, tail: jax.Array, prefix: KeyValues) -> MACState:
         """The state at a segment's border."""

@@ -6,13 +6,22 @@ import jax
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention.layer import Attention, AttentionState
+from titans_jax.layers.attention import Attention, AttentionState
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.models.block import Block, register_block
+from titans_jax.models.flops import (
+    attention_flops,
+    feed_forward_flops,
+    mean_causal_keys,
+    memory_layer_flops,
+    persistent_flops,
+    projection_flops,
+)
 
 
 class MAGState(NamedTuple):
@@ -22,13 +31,16 @@ class MAGState(NamedTuple):
     attention: AttentionState | None
 
 
-class MAG(nnx.Module):
+@register_block("mag")
+class MAG(Block):
     """x += W_o (norm_a(window_attention(x~)) * sigmoid(norm_b(memory(x~)))), x~ = [P | norm(x)]; then feed_forward.
 
     The paper normalises both branches with learned vectors and names neither the norm nor the non-linearity; here
     RMSNorm and sigmoid, with attention as the content and memory as the gate. Both branches read the same persistent
     tokens P; their outputs are dropped.
     """
+
+    has_memory = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.persistent = PersistentTokens(config, rngs=rngs)
@@ -54,3 +66,9 @@ class MAG(nnx.Module):
             self.memory.init_state(batch, self.persistent()),
             self.attention.init_state(batch, max_length, self.persistent()),
         )
+
+    @staticmethod
+    def forward_flops(config: ModelConfig, time: int) -> float:
+        """See `Block`."""
+        window = attention_flops(config, mean_causal_keys(time, config.window)) + persistent_flops(config)
+        return window + memory_layer_flops(config) + projection_flops(config) + feed_forward_flops(config)

@@ -6,12 +6,20 @@ import jax
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention.layer import Attention, AttentionState
+from titans_jax.layers.attention import Attention, AttentionState
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.models.block import Block, register_block
+from titans_jax.models.flops import (
+    attention_flops,
+    feed_forward_flops,
+    mean_causal_keys,
+    memory_layer_flops,
+    persistent_flops,
+)
 
 
 class MALState(NamedTuple):
@@ -21,13 +29,16 @@ class MALState(NamedTuple):
     attention: AttentionState | None
 
 
-class MAL(nnx.Module):
+@register_block("mal")
+class MAL(Block):
     """x += memory([P | norm(x)]); x += window_attention([P | norm(x)]); x += feed_forward(norm(x)).
 
     Each layer has its own norm and residual connection, interleaved as in Samba with one feed-forward per block
     (papers.md 1.10). Both read the same persistent tokens P, which for the attention stand in place of the memory's
     outputs at P; no output at P is computed.
     """
+
+    has_memory = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.persistent = PersistentTokens(config, rngs=rngs)
@@ -53,3 +64,9 @@ class MAL(nnx.Module):
             self.memory.init_state(batch, self.persistent()),
             self.attention.init_state(batch, max_length, self.persistent()),
         )
+
+    @staticmethod
+    def forward_flops(config: ModelConfig, time: int) -> float:
+        """See `Block`."""
+        window = attention_flops(config, mean_causal_keys(time, config.window)) + persistent_flops(config)
+        return memory_layer_flops(config) + window + feed_forward_flops(config)

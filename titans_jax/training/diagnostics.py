@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from titans_jax.config import ModelConfig
-from titans_jax.layers.memory_gates import GATES
+from titans_jax.config import ModelConfig, gate_choices
 
 
 def warnings(diagnostics: dict[str, np.ndarray], model: ModelConfig) -> list[str]:
@@ -14,7 +13,7 @@ def warnings(diagnostics: dict[str, np.ndarray], model: ModelConfig) -> list[str
     of its bound, or momentum is above 0.999, so its gate no longer chooses; or inner loss or weights are not finite.
     """
     found = []
-    bounded = GATES[model.memory.preset].step_size == "bounded"
+    bounded = gate_choices(model.memory).bounded
     bound = model.memory.max_step_size / model.head_dim if bounded else float("nan")  # nothing compares with NaN
     checks = (
         ("retention", lambda x: x < 0.1, "is dead: it keeps {:.3g} of itself per token"),

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 
 from titans_jax import data
-from titans_jax.config import Config, ConfigError, ModelConfig
+from titans_jax.config import Config, ConfigError, ModelConfig, import_extensions
 from titans_jax.models import LanguageModel
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
 
@@ -37,8 +37,11 @@ class Run:
 def load_run(run_dir: Path, say: Callable[[str], None] = print) -> Run:
     """The latest model of a run folder that can be read; `say` is told about checkpoints that cannot.
 
+    The extensions of the run's configuration are imported first, so that its own parts are found.
+
     Raises:
       CheckpointError: the folder holds no checkpoint, or none that can be read.
+      ConfigError: an extension is not there any more, or fails.
     """
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
@@ -47,6 +50,7 @@ def load_run(run_dir: Path, say: Callable[[str], None] = print) -> Run:
         config = checkpoints.config()
         if config is None:
             raise CheckpointError(f"{folder} holds no checkpoint that can be read; train the run again")
+        import_extensions(config.extensions)
         graphdef, params = abstract_model(config.model)
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)

@@ -25,6 +25,7 @@ class Algorithm:
     descends: the step is the gradient of the bias at the architecture's own read, which is what a query reads; the
     closed forms need it. keeps_statistics: the fast weights are sums over tokens that do not depend on the memory, so
     that chunks of any length are exact (Mesa).
+    products_per_read: how often a read applies the memory.
     operations: operations of it that not every backend has ("custom_linear_solve").
 
     A subclass that overrides `read`, `inner_loss` or `shapes` has descends and keeps_statistics only if it says so.
@@ -36,6 +37,7 @@ class Algorithm:
     linear_only = False
     descends = True
     keeps_statistics = False
+    products_per_read = 1
     operations: ClassVar[frozenset[str]] = frozenset()
     fusible = True
 
@@ -120,6 +122,10 @@ class LeastSquares(Algorithm):
             raise ValueError(f"iterations is {self.iterations!r}: it must be an integer of 1 or more, for example 30.")
         if not self.ridge > 0:
             raise ValueError(f"ridge is {self.ridge!r}: it must be above 0, for example 1.")
+
+    @property
+    def products_per_read(self) -> int:
+        return self.iterations + 1
 
     def shapes(self, architecture, head_dim):
         return ((head_dim, 2 * head_dim),)

@@ -14,8 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.rule.capabilities import forget
+from titans_jax.registry import Registry
 
 NORM_EPSILON = 1e-6
+
+ARCHITECTURES: Registry[Callable[..., Architecture]] = Registry("memory architecture")
+"""Architectures by name."""
+
+register_architecture = ARCHITECTURES.register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +30,13 @@ class Architecture(abc.ABC):
 
     An architecture declares normalized: a norm behind the last matrix takes out the mean, so positive weights suffice;
     and linear: M(x) = x W, one matrix [head_dim, head_dim] and nothing else, which the closed forms need. A subclass
-    that overrides `read` or `shapes` has them only if it says so.
+    that overrides `read` or `shapes` has them only if it says so. input_matrices: how many of the first matrices read
+    the input itself, which counts of operations need.
     """
 
     linear = False
     normalized = False
+    input_matrices = 1
 
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
@@ -47,6 +55,7 @@ class Architecture(abc.ABC):
         return {}
 
 
+@register_architecture()
 @dataclasses.dataclass(frozen=True)
 class Linear(Architecture):
     """M(x) = x W, the memory of every derivation in the papers and of all linear recurrent baselines."""
@@ -60,6 +69,7 @@ class Linear(Architecture):
         return linear(0, x)
 
 
+@register_architecture()
 @dataclasses.dataclass(frozen=True)
 class Mlp(Architecture):
     """M(x) = gelu(... gelu(x W_0) ...) W_{depth-1}, hidden width expansion * head_dim (papers 1.4)."""
@@ -84,6 +94,7 @@ class Mlp(Architecture):
         return x
 
 
+@register_architecture()
 @dataclasses.dataclass(frozen=True)
 class ResidualMlp(Mlp):
     """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (papers 1.4, 1.11-h)."""
@@ -97,11 +108,13 @@ class ResidualMlp(Mlp):
         return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
 
 
+@register_architecture()
 @dataclasses.dataclass(frozen=True)
 class GatedMlp(Architecture):
-    """M(x) = (silu(x W_0) * (x W_1)) W_2, the SwiGLU memory of LaCT (papers 4.2)."""
+    """M(x) = (silu(x W_0) * (x W_1)) W_2, the SwiGLU memory of LaCT (arXiv 2505.23884)."""
 
     expansion: int = 4
+    input_matrices = 2
 
     def __post_init__(self):
         if not isinstance(self.expansion, int) or self.expansion < 1:

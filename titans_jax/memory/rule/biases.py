@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -16,8 +17,14 @@ import jax.numpy as jnp
 import optax
 
 from titans_jax.memory.rule.capabilities import forget
+from titans_jax.registry import Registry
 
 EPSILON = 1e-6
+
+BIASES: Registry[Callable[..., AttentionalBias]] = Registry("attentional bias")
+"""Attentional biases by name; `affine` is RWKV-7's own and has none."""
+
+register_bias = BIASES.register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +79,7 @@ class DeltaBias(AttentionalBias):
         return self.delta if gate is None else gate[..., 0]
 
 
+@register_bias()
 @dataclasses.dataclass(frozen=True)
 class L2(AffineBias):
     """1/2 ||read - value||^2 (Titans eq 12 with the factor of its appendix C); cotangent read - value."""
@@ -86,6 +94,7 @@ class L2(AffineBias):
         return 1.0
 
 
+@register_bias()
 @dataclasses.dataclass(frozen=True)
 class DotProduct(AffineBias):
     """-<read, value>, the Hebbian bias of linear attention (papers 3.3); cotangent -value."""
@@ -117,6 +126,7 @@ class Affine(AffineBias):
         return 1.0 if gate is None else gate
 
 
+@register_bias()
 @dataclasses.dataclass(frozen=True)
 class Lp(AttentionalBias):
     """||read - value||_p^p, p >= 1 (Miras eq 10-11), with the smooth sign and absolute value of its remark 5.
@@ -142,6 +152,13 @@ class Lp(AttentionalBias):
         return jnp.sum(smooth_power(self.p, self.sharpness, self.epsilon, residual), axis=-1)
 
 
+@register_bias()
+def value_less(sharpness: float = 50.0, epsilon: float = EPSILON) -> Lp:
+    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value."""
+    return Lp(1.0, sharpness, epsilon)
+
+
+@register_bias()
 @dataclasses.dataclass(frozen=True)
 class Huber(DeltaBias):
     """Huber's loss of every coordinate (Miras eq 13-14); cotangent clip(read - value, -delta, delta)."""
@@ -152,6 +169,7 @@ class Huber(DeltaBias):
         return jnp.sum(optax.losses.huber_loss(read, value, delta=self.delta if gate is None else gate), axis=-1)
 
 
+@register_bias()
 @dataclasses.dataclass(frozen=True)
 class HuberNorm(DeltaBias):
     """Huber's loss of ||read - value|| (Miras eq 15); cotangent r min(1, delta / ||r||). The gate is [..., 1]."""
@@ -160,6 +178,7 @@ class HuberNorm(DeltaBias):
         return optax.losses.huber_loss(safe_norm(read - value), delta=self.delta_of(gate))
 
 
+@register_bias()
 @dataclasses.dataclass(frozen=True)
 class Mixture(DeltaBias):
     """Miras eq 16, literally: ||r||^2 while ||r|| <= delta, delta ||r||_1 beyond; the cotangent jumps at the switch."""
@@ -176,6 +195,7 @@ class Mixture(DeltaBias):
         return jnp.where(safe_norm(residual) <= delta, jnp.sum(jnp.square(residual), axis=-1), far)
 
 
+@register_bias()
 @dataclasses.dataclass(frozen=True)
 class ValueShift(DeltaBias):
     """max over ||shift|| <= delta of 1/2 ||r - shift||^2 = 1/2 (||r|| + delta)^2 (Miras eq 17); delta >= 0, learnable
@@ -214,17 +234,6 @@ def check_positive(field: str, value: float) -> None:
         raise ValueError(f"{field} is {value!r}: it must be above 0, for example 1.")
 
 
-def value_less(sharpness: float = 50.0, epsilon: float = EPSILON) -> Lp:
-    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value."""
-    return Lp(1.0, sharpness, epsilon)
-
-
 l2, dot_product, affine, lp, huber, huber_norm, mixture, value_shift = (
     L2, DotProduct, Affine, Lp, Huber, HuberNorm, Mixture, ValueShift
 )  # fmt: skip
-
-BIASES = {
-    "l2": l2, "dot_product": dot_product, "lp": lp, "value_less": value_less, "huber": huber, "huber_norm": huber_norm,
-    "mixture": mixture, "value_shift": value_shift,
-}  # fmt: skip
-"""Biases by name; `affine` is RWKV-7's own."""

@@ -19,9 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.rule.capabilities import forget
+from titans_jax.registry import Registry
 
 EPSILON = 1e-6
 Matrices = tuple[jax.Array, ...]
+
+RETENTIONS: Registry[Callable[..., Retention]] = Registry("retention gate")
+"""Retention gates by name."""
+
+register_retention = RETENTIONS.register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Retention:
         return {}
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class Decay(Retention):
     """W_t = (1 - alpha_t) W_{t-1} + S_t: the local L2 retention of Titans (eq 13) and Yaad."""
@@ -113,6 +120,7 @@ class Threshold(Retention):
         return tuple(jnp.sign(z) * jnp.maximum(jnp.abs(z) - self.threshold, 0) for z in matrices)
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class ElasticNet(Threshold):
     """W_t = S_threshold(alpha_t W_{t-1} + S_t) (Miras eq 22): alpha forgets softly, the threshold hard.
@@ -124,6 +132,7 @@ class ElasticNet(Threshold):
         return self.shrink(carried)
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class FtrlElasticNet(Threshold):
     """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but not forgotten."""
@@ -132,6 +141,7 @@ class FtrlElasticNet(Threshold):
         return self.shrink(carried)
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class NormPower(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = A_t / (||A_t||_q + epsilon)^(q-2), per matrix (Miras eq 24, Moneta: q = 4).
@@ -159,6 +169,7 @@ class NormPower(Retention):
         return tuple(s * a for s, a in zip(self.slope(carried, params), carried, strict=True))
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class Lq(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / (||A||_p + epsilon)^(p-2), p = q / (q-1).
@@ -168,6 +179,8 @@ class Lq(Retention):
     """
 
     q: float = 1.5
+    unconfigured = ("q",)
+    """Fields that those of `MemoryConfig` of the same name do not set: its q is `NormPower`'s."""
 
     def __post_init__(self):
         if not 1 < self.q <= 2:
@@ -192,6 +205,7 @@ class Lq(Retention):
         return tuple(mean(jnp.abs(a) ** (self.p - 2)) * (norm(a, self.p) + EPSILON) ** (2 - self.p) for a in carried)
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class KullbackLeibler(Retention):
     """Z_t = alpha_t Z_{t-1} + S_t, W_t = c Softmax(Z_t) (Miras eq 21 and 27, Memora; papers 3.5 on carrying logits).
@@ -221,6 +235,7 @@ class KullbackLeibler(Retention):
         return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class LaggedKullbackLeibler(KullbackLeibler):
     """Memora with a lag token (Miras eq 30-32): W_1 = c Softmax(alpha_1 log W_0 + S_1) for the first token of a chunk,
@@ -247,6 +262,7 @@ class LaggedKullbackLeibler(KullbackLeibler):
         return size * jax.nn.softmax(retention * jnp.log(jnp.maximum(carried, EPSILON)) + step, axis=0)
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class FDivergence(Retention):
     """W_t = W_{t-1} * g(S_t - zeta_t), zeta_t such that every output unit's weights keep their sum (Miras eq 18).
@@ -292,6 +308,7 @@ class FDivergence(Retention):
         return opened * self.g(moved - (zeta - value / change))
 
 
+@register_retention()
 @dataclasses.dataclass(frozen=True)
 class BregmanLogit(Retention):
     """Z_t = alpha_t Z_{t-1} + S_t, W_t = sigmoid(Z_t): Bregman retention with f' = logit (papers 3.4 V5); logits are
@@ -347,10 +364,3 @@ def check_size(size: float | None) -> None:
 decay, elastic_net, ftrl_elastic_net, norm_power, lq = Decay, ElasticNet, FtrlElasticNet, NormPower, Lq
 kullback_leibler, lagged_kullback_leibler = KullbackLeibler, LaggedKullbackLeibler
 f_divergence, bregman_logit = FDivergence, BregmanLogit
-
-RETENTIONS = {
-    "decay": decay, "elastic_net": elastic_net, "ftrl_elastic_net": ftrl_elastic_net, "norm_power": norm_power,
-    "lq": lq, "kullback_leibler": kullback_leibler, "lagged_kullback_leibler": lagged_kullback_leibler,
-    "f_divergence": f_divergence, "bregman_logit": bregman_logit,
-}  # fmt: skip
-"""Retention gates by name."""

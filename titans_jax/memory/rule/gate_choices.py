@@ -1,0 +1,271 @@
+"""Gate choices: how a model makes the gates of a preset's memory from a token, as the preset's paper has them.
+
+    GateChoices(retention="forget", step_size="bounded")              words of the tables below
+    GateChoices(key=LearnedGate(lambda x: jax.nn.log_sigmoid(x) / 8, start=2.0))          a gate of one's own
+
+A learned gate is a function of a logit, which is linear in the token; the layer that makes the logits is
+`titans_jax.layers.memory_gates`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.gates import Gates
+from titans_jax.memory.rule.rule import MemoryRule
+
+# alpha = sigmoid(. - 8): a memory starts by keeping all but 3e-4 per token. Behind a norm, forgetting only shrinks the
+# weights, and every gradient grows with it, until training explodes (-4 would be a factor of 50 in 220 tokens). The
+# gates learn to forget.
+FORGET_BIAS = -8.0
+# Memories without a norm of their own start to forget within some hundred tokens.
+OPEN_BIAS = -5.0
+SOFTPLUS_ONE = math.log(math.expm1(1.0))
+"""softplus of it is 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedGate:
+    """A gate that is a function of a logit, elementwise: the step size, or the logarithm of the retention (<= 0).
+
+    start: the logit's bias at first. bounded: the function is in [0, 1], and its product with
+    `MemoryConfig.max_step_size` / head_dim is the step size.
+    """
+
+    function: Callable[[jax.Array], jax.Array]
+    start: float = 0.0
+    bounded: bool = False
+
+    def logits(self, name: str, count: int) -> dict[str, tuple[int, float]]:
+        """The logits it needs of every token, {name: (how many, their bias at first)}."""
+        return {name: (count, self.start)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantGate:
+    """A gate that no token changes: a function of the heads' numbers [heads], 0 to heads - 1, and of how many there
+    are, to the logarithm of the retention, or the step size, of every head [heads]."""
+
+    function: Callable[[jax.Array, int], jax.Array]
+
+    def logits(self, name: str, count: int) -> dict[str, tuple[int, float]]:
+        """None."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Mamba2: a step of every token, softplus of a logit, and retention exp(-A step) with a learned A of every head."""
+
+    def logits(self, name: str, count: int) -> dict[str, tuple[int, float]]:
+        """One, of the step that retention and step size share."""
+        return {"rate": (1, 0.0)}
+
+
+def forget(logit: jax.Array) -> jax.Array:
+    """log(1 - sigmoid(logit)): alpha = sigmoid(logit) is what is forgotten (Titans eq 13)."""
+    return jax.nn.log_sigmoid(-logit)
+
+
+def gla(logit: jax.Array) -> jax.Array:
+    """log of sigmoid(logit)^(1/16) (arXiv 2312.06635)."""
+    return jax.nn.log_sigmoid(logit) / 16
+
+
+def rwkv(logit: jax.Array) -> jax.Array:
+    """-e^(-1/2) sigmoid(logit) (arXiv 2503.14456)."""
+    return -(math.e**-0.5) * jax.nn.sigmoid(logit)
+
+
+def twice_sigmoid(logit: jax.Array) -> jax.Array:
+    """In (0, 2), so that a DeltaNet step can turn a key's content over (arXiv 2502.10297)."""
+    return 2 * jax.nn.sigmoid(logit)
+
+
+def retnet(head: jax.Array, heads: int) -> jax.Array:
+    """log(1 - 2^(-5 - head)) (arXiv 2307.08621)."""
+    return jnp.log1p(-(2.0 ** (-5 - head)))
+
+
+def lightning(head: jax.Array, heads: int) -> jax.Array:
+    """-2^(-8 (head + 1) / heads) (arXiv 2405.17381)."""
+    return -(2.0 ** (-8 * (head + 1) / heads))
+
+
+def zeros(head: jax.Array, heads: int) -> jax.Array:
+    """Everything is kept."""
+    return jnp.zeros_like(head)
+
+
+def ones(head: jax.Array, heads: int) -> jax.Array:
+    """A step of 1."""
+    return jnp.ones_like(head)
+
+
+Gate = LearnedGate | ConstantGate | Rate
+
+RETENTION_GATES: Mapping[str, Gate] = {
+    "forget": LearnedGate(forget, OPEN_BIAS),
+    "rate": Rate(),
+    "retnet": ConstantGate(retnet),
+    "lightning": ConstantGate(lightning),
+    "keep": ConstantGate(zeros),
+}
+"""What `GateChoices.retention` may be called."""
+
+STEP_SIZE_GATES: Mapping[str, Gate] = {
+    "bounded": LearnedGate(jax.nn.sigmoid, bounded=True),
+    "sigmoid": LearnedGate(jax.nn.sigmoid),
+    "softplus": LearnedGate(jax.nn.softplus),
+    "double": LearnedGate(twice_sigmoid),
+    "rate": Rate(),
+    "one": ConstantGate(ones),
+}
+"""What `GateChoices.step_size` may be called."""
+
+CHANNEL_GATES: Mapping[str, LearnedGate] = {
+    "forget": LearnedGate(forget, OPEN_BIAS),
+    "gla": LearnedGate(gla),
+    "rwkv": LearnedGate(rwkv, -3.0),
+}
+"""What `GateChoices.key` and `GateChoices.value` may be called."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GateChoices:
+    """How one preset fills `memory.Gates`. Each of the first four is a word of the tables above, or a gate of its own.
+
+    retention: "forget", 1 - sigmoid of a logit per matrix (Titans); "rate", exp(-A step) with a step softplus of a
+    logit (Mamba2); "retnet" and "lightning", constants per head; "keep", 1.
+    step_size: "bounded", max_step_size / head_dim * sigmoid per matrix (Titans); "sigmoid", "softplus", "double" (2
+    sigmoid, so that a DeltaNet step can turn over); "rate", the step of the retention; "one".
+    key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
+    (exp(-e^(-1/2) sigmoid)), or None.
+    lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
+    softmax over the layers, from 0 in the first; as layers share no parameters, each learns its own here, from 1/2.
+    channel_steps: step sizes vary by channel too, on the same sides.
+    bias_gate: the number of a bias that takes one per channel (Huber's threshold) is per channel, softplus of a logit.
+    Any other bias with a number of its own, and any where this is False, gets one per head in the same way; both start
+    at 1.
+    keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
+    rank); "removal", a removal and a replacement key (RWKV-7).
+    forget_bias: the logits' start in gates called "forget".
+    """
+
+    retention: str | Gate = "keep"
+    step_size: str | Gate = "one"
+    key: str | LearnedGate | None = None
+    value: str | LearnedGate | None = None
+    lower_bound: bool = False
+    channel_steps: bool = False
+    bias_gate: bool = False
+    keys: Literal["projected", "complement", "removal"] = "projected"
+    forget_bias: float = OPEN_BIAS
+
+    def __post_init__(self):
+        tables = {
+            "retention": RETENTION_GATES,
+            "step_size": STEP_SIZE_GATES,
+            "key": CHANNEL_GATES | {None: None},
+            "value": CHANNEL_GATES | {None: None},
+            "keys": dict.fromkeys(("projected", "complement", "removal")),
+        }
+        for field, table in tables.items():
+            choice = getattr(self, field)
+            if isinstance(choice, str | None) and choice not in table:
+                words = ", ".join(map(repr, table))
+                own = "" if field == "keys" else ", or a LearnedGate"
+                raise ValueError(f"{field} is {choice!r}: it must be one of {words}{own}.")
+        if self.complement_keys and self.key is None:
+            raise ValueError('key is None: keys "complement" are 1 - key retention, which needs a gate, "forget".')
+        if self.lower_bound and self.key is None:
+            raise ValueError('key is None: lower_bound bounds key retention, which needs a gate, "forget".')
+        if self.step_size_gate == Rate() and self.retention_gate != Rate():
+            raise ValueError('step_size is "rate": it is the step of a retention "rate", which this is not.')
+
+    @property
+    def retention_gate(self) -> Gate:
+        """The gate that `retention` names or is."""
+        return self._gate(self.retention, RETENTION_GATES)
+
+    @property
+    def step_size_gate(self) -> Gate:
+        """The gate that `step_size` names or is."""
+        return self._gate(self.step_size, STEP_SIZE_GATES)
+
+    @property
+    def key_gate(self) -> LearnedGate | None:
+        """The gate that `key` names or is."""
+        return self._gate(self.key, CHANNEL_GATES)
+
+    @property
+    def value_gate(self) -> LearnedGate | None:
+        """The gate that `value` names or is."""
+        return self._gate(self.value, CHANNEL_GATES)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the step size has the bound max_step_size / head_dim."""
+        return getattr(self.step_size_gate, "bounded", False)
+
+    @property
+    def complement_keys(self) -> bool:
+        """Whether a key is 1 - key retention."""
+        return self.keys == "complement"
+
+    @property
+    def removal_keys(self) -> bool:
+        """Whether a token has two keys, one to remove with and one to write with."""
+        return self.keys == "removal"
+
+    def projected_steps(self, rule: MemoryRule) -> int:
+        """How many keys and values of a token are projections: one for each inner step, unless they are made of one."""
+        return rule.algorithm.steps if self.keys == "projected" else 1
+
+    def by_channel(self, rule: MemoryRule) -> bool:
+        """Whether the bias has a number per channel: a configuration may put a bias that takes none in its place."""
+        return self.bias_gate and rule.bias.gate_by_channel
+
+    def scalar_logits(self, rule: MemoryRule, head_dim: int) -> dict[str, tuple[int, float]]:
+        """The scalar logits of one head, {name: (how many, their bias at first)}."""
+        matrices, steps = len(rule.shapes(head_dim)), rule.algorithm.steps
+        found = self.retention_gate.logits("retention", matrices)
+        found |= self.step_size_gate.logits("step_size", matrices * steps)
+        if rule.algorithm.has_momentum:
+            found["momentum"] = (matrices, 0.0)
+        if rule.bias.takes_gate and not rule.bias.affine and not self.by_channel(rule):
+            found["bias_gate"] = (steps, SOFTPLUS_ONE)
+        return found
+
+    def channel_logits(self, rule: MemoryRule) -> dict[str, float]:
+        """The logits of every channel, {name: their bias at first}; complement keys' come from the key projection."""
+        found = {}
+        for side, gate in (("key", self.key_gate), ("value", self.value_gate)):
+            if gate and not (side == "key" and self.complement_keys):
+                found[side] = gate.start
+        for side in tuple(found) if self.channel_steps else ():
+            found[f"{side}_step"] = 0.0
+        if self.by_channel(rule):
+            found["bias_gate"] = SOFTPLUS_ONE
+        if self.removal_keys:
+            found["removal_step"] = 0.0
+        return found
+
+    def example(self, rule: MemoryRule) -> Gates:
+        """Gates with a 1 for one token wherever a memory with these choices gets one: what a form is chosen by."""
+        one = jnp.ones((1, 1))
+        steps = dict.fromkeys(("key_step_size", "value_step_size"), one) if self.channel_steps else {}
+        retention = {f"log_{side}_retention": one for side in ("key", "value") if getattr(self, side)}
+        return Gates(one, one if rule.algorithm.has_momentum else None, one, **retention, **steps)
+
+    def _gate(self, choice: str | Gate | None, table: Mapping[str, Gate]) -> Gate | None:
+        if not isinstance(choice, str):
+            return choice
+        gate = table[choice]
+        return dataclasses.replace(gate, start=self.forget_bias) if choice == "forget" else gate

@@ -1,0 +1,80 @@
+"""Floating point operations that blocks are made of, counted from a configuration; all per token, forward.
+
+XLA's own count sees the body of a scan once whatever its length, so it cannot be used. A multiply and an add are two
+operations. Attention counts the keys a token sees on average, so causal attention is half of a full one and a window
+caps it. Work that rematerialisation repeats is not counted, nor look-ups and elementwise work.
+"""
+
+from __future__ import annotations
+
+from titans_jax.config import ModelConfig, gate_choices, memory_rule
+from titans_jax.layers.feed_forward import hidden_width
+
+TOKENS_PER_BLOCK = 64
+"""Tokens whose products with each other are counted where every token is a chunk: what a form takes at once."""
+
+
+def projection_flops(model: ModelConfig) -> int:
+    """A square projection of the residual stream."""
+    return 2 * model.dim**2
+
+
+def feed_forward_flops(model: ModelConfig) -> int:
+    """The three projections of SwiGLU."""
+    return 6 * model.dim * hidden_width(model)
+
+
+def mean_causal_keys(time: int, window: int) -> float:
+    """Keys a token of a row of `time` tokens sees on average: the last `window`, itself included."""
+    seen = min(time, window)
+    return (seen * (seen + 1) / 2 + (time - seen) * seen) / time
+
+
+def attention_flops(model: ModelConfig, keys: float) -> float:
+    """Four projections, and scores and weighted sum over `keys` keys."""
+    return 4 * projection_flops(model) + 2 * 2 * keys * model.dim
+
+
+def persistent_flops(model: ModelConfig) -> int:
+    """An attention's scores and weighted sum over the persistent tokens."""
+    return 4 * model.num_persistent * model.dim
+
+
+def memory_layer_flops(model: ModelConfig) -> float:
+    """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads."""
+    rule, choices = memory_rule(model.memory), gate_choices(model.memory)
+    inputs = 1 + 2 * choices.projected_steps(rule)  # queries, and keys and values of every inner step
+    projections = (inputs + 2) * projection_flops(model)
+    convolutions = inputs * 2 * model.conv_size * model.dim
+    scalars = sum(width for width, _ in choices.scalar_logits(rule, model.head_dim).values())
+    channels = len(choices.channel_logits(rule))
+    low_rank = 2 * model.memory.gate_rank * (model.dim + channels * model.dim) if channels else 0
+    gates = 2 * model.dim * model.num_heads * scalars + low_rank
+    return projections + convolutions + gates + model.num_heads * memory_flops(model)
+
+
+def memory_read_flops(model: ModelConfig) -> int:
+    """A read of the memories of all heads that writes nothing."""
+    return 2 * model.num_heads * sum(rows * columns for rows, columns in memory_matrices(model))
+
+
+def memory_flops(model: ModelConfig) -> int:
+    """One head's memory in the chunked form, any depth and width.
+
+    Keys forward; cotangents back through all but the matrices that read the keys; queries on weights and on momentum;
+    updates of both; and the products between the tokens of a chunk (or of a block of tokens, where every token is a
+    chunk), for both sides of every matrix. A least-squares read repeats its two products with every iteration.
+    """
+    rule, matrices = memory_rule(model.memory), memory_matrices(model)
+    weights = sum(rows * columns for rows, columns in matrices)
+    behind = sum(rows * columns for rows, columns in matrices[rule.architecture.input_matrices :])
+    states = 2 if rule.algorithm.has_momentum else 1
+    tokens = TOKENS_PER_BLOCK if rule.chunk_size == 1 else rule.chunk_size
+    between = sum(tokens * (rows + columns) for rows, columns in matrices)
+    reads = rule.algorithm.products_per_read
+    return 2 * rule.algorithm.steps * (weights + behind + states * weights + reads * (states * weights + between))
+
+
+def memory_matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Shapes [in, out] of one head's fast matrices, in the order they are applied."""
+    return memory_rule(model.memory).shapes(model.head_dim)
