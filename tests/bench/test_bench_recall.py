@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from titans_jax import cli
+from titans_jax import cli, plots
 from titans_jax.bench import recall
 from titans_jax.config import ConfigError
 from titans_jax.data.recall import RecallTask, recall_sequences
@@ -60,27 +60,13 @@ def test_step_sizes_are_tried_where_there_are_any():
     assert [model.memory.max_step_size for model in models.values()][:2] == [0.1, 1.0]
 
 
-def test_the_plot_shows_the_most_accurate_step_size(tmp_path, monkeypatch):
+def test_the_plot_shows_the_most_accurate_step_size():
     row = recall.Measurement("titans", 4, 0.1, 100, 1, 0.3, 1.0, 3, 0.1, True)
     better = [dataclasses.replace(row, max_step_size=1.0, seed=seed, accuracy=0.4 * seed) for seed in (1, 2)]
-    drawn = []
-    errorbar = recall_axes().errorbar
-    monkeypatch.setattr(
-        recall_axes(),
-        "errorbar",
-        lambda self, x, y, *a, **k: (drawn.append((x, list(y))), errorbar(self, x, y, *a, **k))[1],
-    )
-    recall.save_plot([row, *better], 0.5, tmp_path)
-    assert drawn == [([100], [pytest.approx(0.6)])]
-
-
-def recall_axes():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.axes import Axes
-
-    return Axes
+    wider = dataclasses.replace(row, head_dim=2, state_floats=50)
+    other = dataclasses.replace(row, preset="attention", max_step_size=None)
+    lines = recall.lines([row, *better, wider, other])
+    assert lines == {"titans": [[wider], better], "attention": [[other]]}
 
 
 def test_state_floats_by_hand():
@@ -134,8 +120,9 @@ def test_a_run_that_is_not_finite_is_recorded(tmp_path, monkeypatch):
     ((kind, model),) = models.items()
     (row,) = recall.measure(options, task, kind, model, lambda: None)
     assert row.finite is False and row.accuracy == 0 and math.isnan(row.loss)
-    recall.save_csv([row], tmp_path)
+    plots.save_csv([row], tmp_path / "recall.csv")
     recall.save_plot([row], 0.5, tmp_path)
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
     assert read(tmp_path)[0]["finite"] == "False"
 
 

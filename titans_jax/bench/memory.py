@@ -6,17 +6,15 @@ Float32, one process, the sequences shared out over the machine's devices (on a 
 
 from __future__ import annotations
 
-import csv
 import functools
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from titans_jax import memory, sharding
+from titans_jax import memory, plots, sharding
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
 from titans_jax.layers.memory_gates import GATES, GateChoices
@@ -202,31 +200,17 @@ def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, hea
 
 def save(rows: list[Measurement], folder: Path) -> Path:
     """memory.csv with every row, and memory.png: time per token against length, one line per case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "memory.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, asdict(rows[0]))
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    plots.save_csv(rows, folder / "memory.csv")
     lines: dict[str, list[Measurement]] = {}
     for row in rows:
         label = f"{row.preset}, {row.form}, expansion {row.expansion}, chunk {row.chunk_size}"
         lines.setdefault(label, []).append(row)
-    for label, line in lines.items():
-        line.sort(key=lambda row: row.time)
-        axes.plot(
-            np.array([row.time for row in line]), np.array([row.microseconds_per_token for row in line]),
-            marker="o", label=label,
-        )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens per sequence", ylabel="microseconds per token", ylim=(0, None))
-    axes.set_title("memory, forward and backward")
-    axes.legend(fontsize=6)
-    figure.savefig(folder / "memory.png", dpi=150)
-    pyplot.close(figure)
+    with plots.figure(folder / "memory.png") as axes:
+        for label, line in lines.items():
+            line.sort(key=lambda row: row.time)
+            axes.plot([row.time for row in line], [row.microseconds_per_token for row in line], marker="o", label=label)
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="tokens per sequence", ylabel="microseconds per token", ylim=(0, None))
+        axes.set_title("memory, forward and backward")
+        axes.legend(fontsize=6)
     return folder

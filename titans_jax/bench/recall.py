@@ -8,12 +8,11 @@ reference for what can be learned; it is trained longer, as it has no convolutio
 and stays at chance until it has found that out.
 """
 
-import csv
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from titans_jax import sharding
+from titans_jax import plots, sharding
 from titans_jax.bench.timing import spread
 from titans_jax.config import (
     Config,
@@ -129,7 +128,7 @@ def main(options: Options) -> None:
             progress.update(bar, description=f"{kind.preset}, head_dim {kind.head_dim}")
             for row in measure(options, task, kind, model, lambda: progress.advance(bar)):
                 rows.append(row)
-                save_csv(rows, folder)
+                plots.save_csv(rows, folder / "recall.csv")
                 progress.console.print(
                     f"{row.preset:20}{row.state_floats:>7,} floats  step {step_words(row.max_step_size):4} "
                     f"seed {row.seed}  accuracy {row.accuracy:.3f}  "
@@ -325,47 +324,40 @@ def table(rows: list[Measurement]) -> Table:
     return table
 
 
-def save_csv(rows: list[Measurement], folder: Path) -> None:
-    """recall.csv with every row so far."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "recall.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Measurement)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+def lines(rows: list[Measurement]) -> dict[str, list[list[Measurement]]]:
+    """What the plot draws of each preset: the runs of all seeds at each size of the state, from the smallest.
+
+    Of several step sizes, the one that is most accurate in the mean over seeds.
+    """
+    best: dict[str, dict[int, list[Measurement]]] = {}
+    for kind, group in sorted(by_kind(rows).items(), key=lambda item: mean_accuracy(item[1])):
+        best.setdefault(kind.preset, {})[group[0].state_floats] = group
+    presets = dict.fromkeys(row.preset for row in rows)
+    return {preset: [best[preset][floats] for floats in sorted(best[preset])] for preset in presets}
 
 
 def save_plot(rows: list[Measurement], chance: float, folder: Path) -> None:
-    """recall.png: accuracy against state size, a line per preset; bars from the least to the most accurate seed. Of
-    several step sizes, the one that is most accurate in the mean over seeds.
+    """recall.png: accuracy against state size, a line per preset; bars from the least to the most accurate seed.
 
     A preset with runs that were not finite says so in the legend.
     """
-    import matplotlib
+    from matplotlib import colormaps
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    colors, markers = pyplot.colormaps["tab10"].colors, "osD^vP"
-    groups = by_kind(rows)
-    for number, preset in enumerate(dict.fromkeys(row.preset for row in rows)):
-        best: dict[int, list[Measurement]] = {}
-        for group in sorted((g for kind, g in groups.items() if kind.preset == preset), key=mean_accuracy):
-            best[group[0].state_floats] = group
-        line = [best[floats] for floats in sorted(best)]
-        accuracies = [np.array([row.accuracy for row in group]) for group in line]
-        means = np.array([a.mean() for a in accuracies])
-        spans = np.array([[mean - a.min(), a.max() - mean] for mean, a in zip(means, accuracies, strict=True)])
-        broken = sum(not row.finite for group in line for row in group)
-        axes.errorbar(
-            [group[0].state_floats for group in line], means, np.maximum(spans.T, 0), capsize=3, markersize=6,
-            color=colors[number % len(colors)], marker=markers[number // len(colors) * 3 % 6 + number % 3],
-            linestyle="-" if number < len(colors) else "--", label=preset + f" ({broken} not finite)" * bool(broken),
-        )  # fmt: skip
-    axes.axhline(chance, color="gray", linestyle=":", label="a value at random")
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="state of a layer, floats", ylabel="unseen queries answered right", ylim=(0, 1.03))
-    axes.set_title("multi-query associative recall")
-    figure.legend(loc="outside right upper", fontsize="small")
-    figure.savefig(folder / "recall.png", dpi=150)
-    pyplot.close(figure)
+    colors, markers = colormaps["tab10"].colors, "osD^vP"
+    with plots.figure(folder / "recall.png", 9, 5.5) as axes:
+        for number, (preset, line) in enumerate(lines(rows).items()):
+            accuracies = [np.array([row.accuracy for row in group]) for group in line]
+            means = np.array([a.mean() for a in accuracies])
+            spans = np.array([[mean - a.min(), a.max() - mean] for mean, a in zip(means, accuracies, strict=True)])
+            broken = sum(not row.finite for group in line for row in group)
+            axes.errorbar(
+                [group[0].state_floats for group in line], means, np.maximum(spans.T, 0), capsize=3, markersize=6,
+                color=colors[number % len(colors)], marker=markers[number // len(colors) * 3 % 6 + number % 3],
+                linestyle="-" if number < len(colors) else "--",
+                label=preset + f" ({broken} not finite)" * bool(broken),
+            )  # fmt: skip
+        axes.axhline(chance, color="gray", linestyle=":", label="a value at random")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="state of a layer, floats", ylabel="unseen queries answered right", ylim=(0, 1.03))
+        axes.set_title("multi-query associative recall")
+        axes.figure.legend(loc="outside right upper", fontsize="small")

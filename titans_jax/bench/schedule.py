@@ -7,13 +7,13 @@ not in them. Every sequence here has a prime number of chunks, so that no loop o
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import importlib.util
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from titans_jax import plots
 from titans_jax.config import ConfigError
 from titans_jax.tpu import schedules
 from titans_jax.tpu.hlo import Program
@@ -231,41 +231,32 @@ def inputs(case: Case, mesh):
 
 
 def save(rows: list[Row], folder: Path) -> Path:
-    """schedule.csv with every row, and schedule.png: the kernels, what is around them, and the XLA form beside them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
+    """schedule.csv with every row, and schedule.png: the kernels, what is around them, and the XLA form."""
     flat = []
     for row in rows:
-        plain = asdict(row)
+        plain = dataclasses.asdict(row)
         for kernel in ("forward", "backward"):
             plain |= {f"{kernel} {slot}": share for slot, share in plain.pop(f"{kernel}_slots").items()}
         flat.append(plain)
-    with open(folder / "schedule.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, flat[0])
-        writer.writeheader()
-        writer.writerows(flat)
-    figure, axes = pyplot.subplots(figsize=(2 + 1.6 * len(rows), 4), layout="constrained")
+    plots.save_csv(flat, folder / "schedule.csv")
     bars = {
         "fused kernel, forward": [row.forward for row in rows],
         "fused kernels, forward + backward": [row.both for row in rows],
         "chunked by XLA, forward": [row.xla_forward for row in rows],
         "chunked by XLA, forward + backward": [row.xla_both for row in rows],
     }
-    for i, (label, heights) in enumerate(bars.items()):
-        places = [place + 0.2 * (i - 1.5) for place in range(len(rows))]
-        axes.bar_label(axes.bar(places, heights, 0.2, label=label), fmt="%.3g", fontsize=7)
-    places, around = [place - 0.1 for place in range(len(rows))], [row.outside for row in rows]
-    drawn = axes.bar(places, around, 0.2, bottom=bars["fused kernels, forward + backward"], label="around the kernels",
-                     color="tab:orange", alpha=0.3)  # fmt: skip
-    axes.bar_label(drawn, fmt="%.3g", fontsize=7)
-    labels = [f"{row.topology}\n{row.head_dim}, {row.hidden}\nchunk {row.chunk_size}" for row in rows]
-    axes.set_xticks(range(len(rows)), labels)
-    axes.set(ylabel="scheduled cycles per token of one head")
-    figure.legend(fontsize=7, ncols=2, loc="outside upper center")
-    figure.savefig(folder / "schedule.png", dpi=150)
-    pyplot.close(figure)
+    with plots.figure(folder / "schedule.png", width=2 + 1.6 * len(rows)) as axes:
+        for i, (label, heights) in enumerate(bars.items()):
+            places = [place + 0.2 * (i - 1.5) for place in range(len(rows))]
+            axes.bar_label(axes.bar(places, heights, 0.2, label=label), fmt="%.3g", fontsize=7)
+        places, around = [place - 0.1 for place in range(len(rows))], [row.outside for row in rows]
+        drawn = axes.bar(
+            places, around, 0.2, bottom=bars["fused kernels, forward + backward"], label="around the kernels",
+            color="tab:orange", alpha=0.3,
+        )  # fmt: skip
+        axes.bar_label(drawn, fmt="%.3g", fontsize=7)
+        labels = [f"{row.topology}\n{row.head_dim}, {row.hidden}\nchunk {row.chunk_size}" for row in rows]
+        axes.set_xticks(range(len(rows)), labels)
+        axes.set(ylabel="scheduled cycles per token of one head")
+        axes.figure.legend(fontsize=7, ncols=2, loc="outside upper center")
     return folder

@@ -84,7 +84,7 @@ def _refusal(program: str, kind: type, arguments: list[str], read: Callable[[lis
         if len(words) < len(needed):
             return ConfigError(f"{program} needs {needed[len(words)].upper()}; see {program} --help")
         return ConfigError(f"{words[-1]} has no field in front; write --field {words[-1]}")
-    for name, *values in groups:
+    for name, *_ in groups:
         if name not in fields:
             return unknown_field(name, fields)
     for name, *values in groups:
