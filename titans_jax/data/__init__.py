@@ -16,15 +16,33 @@ from typing import TYPE_CHECKING
 from titans_jax.data.errors import DataError
 from titans_jax.data.packing import Corpus, Rows, pack, tokenize
 from titans_jax.data.pipeline import Batch, Share, Statistics, TrainBatches, ValidationBatches
-from titans_jax.data.sources import Split, describe_source, open_documents
+from titans_jax.data.sources import SOURCES, Documents, Split, describe_source, open_documents, register_source
 from titans_jax.data.tfds_text import build_tfds
 from titans_jax.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
-    "Batch", "ByteTokenizer", "Corpus", "DataError", "Rows", "SentencePieceTokenizer", "Statistics", "Tokenizer",
-    "TrainBatches", "ValidationBatches", "build_tfds", "load_tokenizer", "open_documents", "pack", "tokenize",
-    "train_batches", "validation_batches",
-]  # fmt: skip
+    "Batch",
+    "ByteTokenizer",
+    "Corpus",
+    "DataError",
+    "Documents",
+    "Rows",
+    "SOURCES",
+    "SentencePieceTokenizer",
+    "Split",
+    "Statistics",
+    "Tokenizer",
+    "TrainBatches",
+    "ValidationBatches",
+    "build_tfds",
+    "load_tokenizer",
+    "open_documents",
+    "pack",
+    "register_source",
+    "tokenize",
+    "train_batches",
+    "validation_batches",
+]
 
 if TYPE_CHECKING:
     from titans_jax.config import DataConfig

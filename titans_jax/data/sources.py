@@ -6,8 +6,14 @@
     tfds     an ArrayRecord dataset of tensorflow_datasets, read without TensorFlow (tfds_text.py writes such a dataset)
 
 Text and JSONL files may be packed (.xz, .gz). Every source is a random-access sequence of documents in a fixed order,
-so that the same files give the same training run.
+so that the same files give the same training run. A source of one's own is a function:
+
+    @register_source("letters")
+    def letters(config: DataConfig, split: Split) -> Documents:
+        return Documents(["a", "b", "c"], read=str)
 """
+
+from __future__ import annotations
 
 import gzip
 import json
@@ -19,9 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from titans_jax.data.errors import DataError
+from titans_jax.registry import Registry, did_you_mean
+
+if TYPE_CHECKING:
+    from titans_jax.config import DataConfig
 
 Split = Literal["train", "validation"]
 
@@ -34,10 +44,15 @@ NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Documents(Sequence[str]):
-    """Documents that are read when they are asked for: document i is `read(items[i])`."""
+    """Documents that are read when they are asked for: document i is `read(items[i])`.
+
+    of_split: they are the documents of the split that was asked for; otherwise they are all documents, of which
+    `open_documents` holds some out for validation.
+    """
 
     items: Sequence[Any]
     read: Callable[[Any], str]
+    of_split: bool = False
 
     def __len__(self) -> int:
         return len(self.items)
@@ -46,33 +61,87 @@ class Documents(Sequence[str]):
         return self.read(self.items[index])
 
 
-def open_documents(config: Any, split: Split) -> Documents:
-    """The documents of one split of `config` (a DataConfig).
+Source = Callable[["DataConfig", Split], Documents]
+"""(the fields of DataConfig, which split) -> its documents, or all; raises DataError for fields it has no use for."""
+
+SOURCES: Registry[Source] = Registry("data source")
+"""Sources by name."""
+
+register_source: Callable[..., Callable[[Source], Source]] = SOURCES.register
+
+
+def open_documents(config: DataConfig, split: Split) -> Documents:
+    """The documents of one split.
 
     Validation documents are those of `validation_path` (text, jsonl) or of a dataset's own split "validation" (tfds).
     Where there is neither, every `validation_every`-th document is kept out of training; a single document is cut, and
     the last 1 / validation_every of its characters are held out.
 
-    Raises DataError for missing or empty data, bytes that are not UTF-8, and fields that contradict one another.
+    Raises:
+      DataError: data is missing or empty, bytes are not UTF-8, or fields contradict one another.
     """
-    _check(config)
-    if config.source == "tfds":
-        documents, separate = _array_records(config, split)
-    elif config.source == "python":
-        documents, separate = _standard_library(), False
-    else:
-        separate = config.validation_path is not None
-        field = "validation_path" if separate and split == "validation" else "path"
-        documents = (_text_files if config.source == "text" else _jsonl_records)(config, field)
-    return documents if separate else _hold_out(documents, split, config)
+    if config.source not in SOURCES:
+        *names, last = map(repr, SOURCES)
+        near = did_you_mean(str(config.source), SOURCES)
+        raise DataError(f"data.source={config.source!r} is unknown: use {', '.join(names)} or {last}{near}")
+    if config.errors not in ("strict", "replace"):
+        raise DataError(f"data.errors={config.errors!r} is unknown: use 'strict' or 'replace'")
+    documents = SOURCES[config.source](config, split)
+    return documents if documents.of_split else _hold_out(documents, split, config)
 
 
-def describe_source(config: Any) -> str:
-    """The fields that say where the data is, for messages."""
-    return "data.source='python'" if config.source == "python" else f"data.path={str(config.path)!r}"
+def describe_source(config: DataConfig) -> str:
+    """The field that says where the data is, for messages."""
+    return f"data.source={config.source!r}" if config.path is None else f"data.path={str(config.path)!r}"
 
 
-def _hold_out(documents: Documents, split: Split, config: Any) -> Documents:
+@register_source("python")
+def _standard_library(config: DataConfig, split: Split) -> Documents:
+    """One document per file; files that are not UTF-8 (a few of Python's own tests) read as empty and so drop out."""
+    if config.path is not None:
+        raise DataError(
+            f"data.path={str(config.path)!r} has no use with data.source='python', which reads the standard library: "
+            "set data.source='text' (or 'jsonl', 'tfds'), or leave data.path out"
+        )
+    _refuse_validation_path(config)
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in _files_below(folder, [".py"]) if not NOT_STANDARD_LIBRARY & set(file.parts)]
+    if not files:
+        raise DataError(
+            f"data.source='python' found no .py file of the standard library in {folder}: "
+            "use data.source='text' with data.path"
+        )
+    return Documents([folder / file for file in files], lambda file: _read_text(file, "empty"))
+
+
+@register_source("text")
+def _text_files(config: DataConfig, split: Split) -> Documents:
+    """One document per file."""
+    files, of_split = _files_of_split(config, split, TEXT_SUFFIXES)
+    return Documents(files, lambda file: _read_text(file, config.errors), of_split)
+
+
+@register_source("jsonl")
+def _jsonl_records(config: DataConfig, split: Split) -> Documents:
+    """One document per line; all in memory, as packed files have no random access (use tfds where that is too much)."""
+    files, of_split = _files_of_split(config, split, [".jsonl"])
+    texts = []
+    for file in files:
+        offset = 0
+        with _open(file) as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    texts.append(_json_text(line, f"{file}, line {number},", offset, config))
+                offset += len(line)
+    if not texts:
+        field = "validation_path" if of_split and split == "validation" else "path"
+        raise DataError(
+            f"data.{field}={str(getattr(config, field))!r} holds no record: give files with one JSON object a line"
+        )
+    return Documents(texts, str, of_split)
+
+
+def _hold_out(documents: Documents, split: Split, config: DataConfig) -> Documents:
     every = config.validation_every
     if every < 2:
         raise DataError(
@@ -93,41 +162,7 @@ def _hold_out(documents: Documents, split: Split, config: Any) -> Documents:
     return Documents(documents.items[every - 1 :: every], documents.read)
 
 
-def _standard_library() -> Documents:
-    """One document per file; files that are not UTF-8 (a few of Python's own tests) read as empty and so drop out."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = [file for file in _files_below(folder, [".py"]) if not NOT_STANDARD_LIBRARY & set(file.parts)]
-    if not files:
-        raise DataError(
-            f"data.source='python' found no .py file of the standard library in {folder}: "
-            "use data.source='text' with data.path"
-        )
-    return Documents([folder / file for file in files], lambda file: _read_text(file, "empty"))
-
-
-def _text_files(config: Any, field: str) -> Documents:
-    """One document per file."""
-    return Documents(_data_files(config, field, TEXT_SUFFIXES), lambda file: _read_text(file, config.errors))
-
-
-def _jsonl_records(config: Any, field: str) -> Documents:
-    """One document per line; all in memory, as packed files have no random access (use tfds where that is too much)."""
-    texts = []
-    for file in _data_files(config, field, [".jsonl"]):
-        offset = 0
-        with _open(file) as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    texts.append(_json_text(line, f"{file}, line {number},", offset, config))
-                offset += len(line)
-    if not texts:
-        raise DataError(
-            f"data.{field}={str(getattr(config, field))!r} holds no record: give files with one JSON object a line"
-        )
-    return Documents(texts, str)
-
-
-def _json_text(line: bytes, place: str, offset: int, config: Any) -> str:
+def _json_text(line: bytes, place: str, offset: int, config: DataConfig) -> str:
     try:
         record = json.loads(_decode(line, place, offset, config.errors))
     except json.JSONDecodeError as error:
@@ -141,8 +176,11 @@ def _json_text(line: bytes, place: str, offset: int, config: Any) -> str:
     return _decode(text.encode("utf-8", "surrogatepass"), f"{place} field {config.text_field!r}", 0, config.errors)
 
 
-def _array_records(config: Any, split: Split) -> tuple[Documents, bool]:
-    """The split's own documents and True, or all documents (those of "train") and False."""
+@register_source("tfds")
+def _array_records(config: DataConfig, split: Split) -> Documents:
+    """The split's own documents, or those of "train" where the dataset has no validation split."""
+    _require_path(config)
+    _refuse_validation_path(config)
     import tensorflow_datasets as tfds  # only runs that read such a dataset wait for the import
 
     folder = Path(config.path).expanduser()
@@ -172,10 +210,17 @@ def _array_records(config: Any, split: Split) -> tuple[Documents, bool]:
     def read(index: int) -> str:
         return _decode(source[index][config.text_field], f"{folder}, {name} record {index},", 0, config.errors)
 
-    return Documents(range(len(source)), read), separate
+    return Documents(range(len(source)), read, of_split=separate)
 
 
-def _data_files(config: Any, field: str, suffixes: Sequence[str]) -> list[Path]:
+def _files_of_split(config: DataConfig, split: Split, suffixes: Sequence[str]) -> tuple[list[Path], bool]:
+    """The files of a split with validation files of its own and True, or all files and False."""
+    _require_path(config)
+    of_split = config.validation_path is not None
+    return _data_files(config, "validation_path" if of_split and split == "validation" else "path", suffixes), of_split
+
+
+def _data_files(config: DataConfig, field: str, suffixes: Sequence[str]) -> list[Path]:
     """The file at `config.<field>`, or the files below that folder; training leaves the validation files out."""
     path = Path(getattr(config, field)).expanduser()
     if not path.exists():
@@ -232,21 +277,14 @@ def _decode(content: bytes, place: str, offset: int, errors: str) -> str:
         ) from error
 
 
-def _check(config: Any) -> None:
-    """Refuses fields that mean nothing together before any file is opened."""
-    if config.source not in ("python", "text", "jsonl", "tfds"):
-        raise DataError(f"data.source={config.source!r} is unknown: use 'python', 'text', 'jsonl' or 'tfds'")
-    if config.source == "python" and config.path is not None:
-        raise DataError(
-            f"data.path={str(config.path)!r} has no use with data.source='python', which reads the standard library: "
-            "set data.source='text' (or 'jsonl', 'tfds'), or leave data.path out"
-        )
-    if config.source != "python" and config.path is None:
+def _require_path(config: DataConfig) -> None:
+    if config.path is None:
         raise DataError(f"data.path is missing: data.source={config.source!r} reads the file or folder it names")
-    if config.source in ("python", "tfds") and config.validation_path is not None:
+
+
+def _refuse_validation_path(config: DataConfig) -> None:
+    if config.validation_path is not None:
         raise DataError(
             f"data.validation_path={str(config.validation_path)!r} has no use with data.source={config.source!r}: "
             "leave it out and set data.validation_every (or give the TFDS dataset a split named 'validation')"
         )
-    if config.errors not in ("strict", "replace"):
-        raise DataError(f"data.errors={config.errors!r} is unknown: use 'strict' or 'replace'")
