@@ -37,7 +37,7 @@ def test_operands_in_bfloat16():
 
 def test_any_size():
     exact, lower = system(21)
-    np.testing.assert_allclose(solve_tril.inverse(lower), inverted(exact), rtol=0, atol=1e-6 * np.max(inverted(exact)))
+    np.testing.assert_allclose(solve_tril.inverse(lower, lower.dtype), inverted(exact), rtol=0, atol=1e-6 * np.max(inverted(exact)))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -50,7 +50,7 @@ def test_gradients(transposed):
         turn = jnp.asarray(np.tril(generator.normal(size=(6, 6)), -1))
 
         def ours(lower, right):
-            return solve_tril.solve(transposed, lower, solve_tril.inverse(lower), right)
+            return solve_tril.solve(transposed, lower, solve_tril.inverse(lower, lower.dtype), right)
 
         def general(lower, right):
             matrix = jnp.eye(6) + lower

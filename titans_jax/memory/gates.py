@@ -67,12 +67,6 @@ class Gates:
         sides = (self.log_key_retention, self.log_value_retention, self.key_step_size, self.value_step_size)
         return any(x is not None for x in sides)
 
-    @classmethod
-    def per_chunk(cls, forget, momentum, step_size, chunk_size: int) -> Gates:
-        """Gates constant inside a chunk (papers 1.6.8), from [chunks] or [chunks, matrices] alpha, eta, theta."""
-        repeat = lambda x: None if x is None else jnp.repeat(x, chunk_size, axis=0)  # noqa: E731
-        return cls.from_values(repeat(forget), repeat(momentum), repeat(step_size))
-
 
 def check_range(name: str, x: jax.Array | None, most: float) -> None:
     """Refuse a gate with values below 0, above `most` or NaN, if they are known."""
@@ -101,32 +95,3 @@ def complete_gates(rule: MemoryRule, gates: Gates, keys: jax.Array, matrices: in
     }
     momentum = full(gates.log_momentum, matrices) if rule.algorithm.has_momentum else None
     return Gates(full(gates.log_retention, matrices), momentum, step_size, gates.mask, **cast)
-
-
-def unroll_inner_steps(steps: int, queries, keys, values, gates: Gates, resets):
-    """Tokens of several inner steps as a longer sequence of single steps; the last of a token's is its read."""
-
-    def flat(x):
-        return None if x is None else x.reshape(-1, *x.shape[2:])
-
-    def every(x):
-        return None if x is None else jnp.repeat(x, steps, axis=0)
-
-    def first(x):  # acts once, with the token's first step
-        if x is None:
-            return None
-        rest = jnp.zeros((x.shape[0], steps - 1, *x.shape[1:]), x.dtype)
-        return flat(jnp.concatenate([x[:, None], rest], axis=1))
-
-    gates = Gates(
-        first(gates.log_retention),
-        None,
-        flat(gates.step_size),
-        every(gates.mask),
-        flat(gates.bias_gate),
-        first(gates.log_key_retention),
-        first(gates.log_value_retention),
-        flat(gates.key_step_size),
-        flat(gates.value_step_size),
-    )
-    return every(queries), flat(keys), flat(values), gates, first(resets)

@@ -10,6 +10,10 @@ import jax
 import jax.numpy as jnp
 
 Params = dict[str, Any]
+"""Slow parameters of one head: {"weights": the learned start of each carried matrix, ...}."""
+
+Matrices = tuple[jax.Array, ...]
+"""One matrix [in, out] per fast weight."""
 
 
 @jax.tree_util.register_dataclass
@@ -19,9 +23,9 @@ class MemoryState:
 
     weights, momentum, anchor: one [in, out] matrix per fast weight, float32 (float64 when the inputs are); momentum is
     empty for an algorithm without it. weights are what the rule's retention carries: the fast weights themselves for
-    `decay`, else an accumulator or logits, of which `readable` makes the fast weights. anchor: the same at the open
-    chunk's start, where gradients are taken. position: inner steps of the open chunk already taken, 0 .. chunk_size -
-    1; a Python int is static, the fast path.
+    `decay`, else an accumulator or logits, of which `readable_weights` makes the fast weights. anchor: the same at the
+    open chunk's start, where gradients are taken. position: inner steps of the open chunk already taken, from 0 to
+    chunk_size - 1; a Python int is static, the fast path.
     """
 
     weights: tuple[jax.Array, ...]
@@ -44,8 +48,7 @@ class Surprise:
 
 def select_state(condition, when_true: MemoryState, when_false: MemoryState) -> MemoryState:
     """Elementwise choice between two states."""
-    choose = functools.partial(jnp.where, condition)
-    return jax.tree.map(lambda a, b: choose(jnp.asarray(a), jnp.asarray(b)), when_true, when_false)
+    return jax.tree.map(functools.partial(jnp.where, condition), when_true, when_false)
 
 
 def cast_state(state: MemoryState, dtype) -> MemoryState:

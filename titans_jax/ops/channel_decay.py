@@ -20,8 +20,8 @@ from titans_jax.ops import matmul, recursive_blocks
 from titans_jax.ops.matmul import inner_products
 
 LOG_CUT = -30.0
-"""A gate below exp(-30), about 1e-13, cuts: nothing from before it survives it. Products across a cut are exactly 0, and
-the products beside it keep full precision because the cut never enters a cumulative sum (a -inf or a -87 would)."""
+"""A gate below exp(-30), about 1e-13, cuts: nothing from before it survives it. Products across a cut are exactly 0,
+and those on either side keep full precision because the cut never enters a cumulative sum (a -inf or a -87 would)."""
 
 
 @jax.tree_util.register_dataclass

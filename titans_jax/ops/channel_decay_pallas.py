@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.ops import channel_decay, recursive_blocks
-from titans_jax.ops.platform import SUBLANES
 from titans_jax.ops.matmul import inner_products, matmul
+from titans_jax.ops.platform import SUBLANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,9 @@ def whole_registers(half: int) -> bool:
 
 def later(x: jax.Array, half: int) -> jax.Array:
     """Rows of the later halves, or all."""
-    return recursive_blocks.halves(recursive_blocks.to_blocks(half, x))[1].reshape(-1, x.shape[1]) if whole_registers(half) else x
+    if not whole_registers(half):
+        return x
+    return recursive_blocks.halves(recursive_blocks.to_blocks(half, x))[1].reshape(-1, x.shape[1])
 
 
 def of_earlier(x: jax.Array, half: int) -> jax.Array:

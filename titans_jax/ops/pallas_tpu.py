@@ -1,7 +1,7 @@
 """Arrays of many heads as the blocks that a Pallas TPU kernel takes of them, and trees of references to such blocks.
 
 Leaves have n heads in front and are taken so many at a time: three axes, [n, rows, columns], stay for all of a head's
-steps; four, [n, chunks, rows, columns], are taken in groups of chunks; `Beside` is the layout of a model's tokens.
+steps; four, [n, chunks, rows, columns], are taken in groups of chunks; `SideBySide` is the layout of a model's tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Steps(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Beside:
+class SideBySide:
     """Numbers of a sequence's heads side by side, `array` [rows, chunks, tokens, heads * width]: what projections and
     norms have in lanes that are full, and what needs no copy on its way to the kernel."""
 
@@ -43,7 +43,7 @@ class Beside:
     width: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def of(cls, x: jax.Array, heads: int) -> Beside:
+    def of(cls, x: jax.Array, heads: int) -> SideBySide:
         """Of [n, chunks, tokens, width]."""
         n, chunks, tokens, width = x.shape
         x = jnp.moveaxis(x.reshape(-1, heads, chunks, tokens, width), 1, 3)
@@ -55,8 +55,8 @@ class Beside:
         x = self.array.reshape(rows, chunks, tokens, -1, self.width)
         return jnp.moveaxis(x, 3, 1).reshape(-1, chunks, tokens, self.width)
 
-    def astype(self, dtype) -> Beside:
-        return Beside(self.array.astype(dtype), self.width)
+    def astype(self, dtype) -> SideBySide:
+        return SideBySide(self.array.astype(dtype), self.width)
 
     def load(self, chunk) -> jax.Array:
         """One chunk of all heads of a block of references, [n, tokens, width]."""
@@ -71,8 +71,13 @@ class Beside:
         self.array[:, chunk] = jnp.concatenate([x[:, i] for i in range(heads)], axis=-1)
 
 
-def is_beside(x) -> bool:
-    return isinstance(x, Beside)
+def largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of n that is at most `most`, at least 1."""
+    return max(d for d in range(1, max(most, 1) + 1) if n % d == 0)
+
+
+def is_side_by_side(x) -> bool:
+    return isinstance(x, SideBySide)
 
 
 def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch: list, backwards: bool):
@@ -80,21 +85,21 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
 
     scratch: trees of shapes [n, ...] of what stays in VMEM from one step to the next.
     """
-    parts = [jax.tree.flatten(tree, is_leaf=is_beside) for tree in (inputs, outputs, scratch)]
+    parts = [jax.tree.flatten(tree, is_leaf=is_side_by_side) for tree in (inputs, outputs, scratch)]
     (inputs, _), (outputs, structure), (scratch, _) = parts
     vmem = VMEM_SHARE * vmem_bytes()
     # What comes and goes has two buffers.
     head_bytes = steps.head_bytes + sum(2 * bytes_of_head(x, steps) for x in inputs + outputs)
     head_bytes += sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
-    widths = {x.width for x in inputs + outputs if is_beside(x)}
+    widths = {x.width for x in inputs + outputs if is_side_by_side(x)}
     heads = heads_of_step(steps, widths, min(steps.most_heads, int(vmem / head_bytes)))
     across = max(steps.heads // heads, 1)  # steps that a sequence's heads take
 
     def spec(x):
-        if not is_beside(x) and x.ndim == 3:
+        if not is_side_by_side(x) and x.ndim == 3:
             return pl.BlockSpec((heads, *x.shape[1:]), lambda i, g: (i, 0, 0))
         group = (lambda g: steps.groups - 1 - g) if backwards else (lambda g: g)
-        if not is_beside(x):
+        if not is_side_by_side(x):
             block = (heads, x.shape[1] // steps.groups, *x.shape[2:])
             return pl.BlockSpec(block, lambda i, g: (i, group(g), 0, 0))
         rows, chunks, tokens, lanes = x.array.shape
@@ -112,18 +117,18 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
         grid=(steps.rows * steps.heads // heads, steps.groups),
         in_specs=[spec(x) for x in inputs],
         out_specs=[spec(x) for x in outputs],
-        out_shape=[x.array if is_beside(x) else x for x in outputs],
+        out_shape=[x.array if is_side_by_side(x) else x for x in outputs],
         scratch_shapes=[pltpu.VMEM((heads, *x.shape[1:]), x.dtype) for x in scratch],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(vmem)),
         interpret=interpreted(),
         name=name,
-    )(*[x.array if is_beside(x) else x for x in inputs])
+    )(*[x.array if is_side_by_side(x) else x for x in inputs])
     return structure.unflatten(map(same_layout, outputs, found))
 
 
 def same_layout(like, array):
     """An array, or a reference, in the layout of another."""
-    return Beside(array, like.width) if is_beside(like) else array
+    return SideBySide(array, like.width) if is_side_by_side(like) else array
 
 
 def heads_of_step(steps: Steps, widths: set[int], most: int) -> int:
@@ -135,7 +140,7 @@ def heads_of_step(steps: Steps, widths: set[int], most: int) -> int:
 
 def bytes_of_head(x, steps: Steps) -> int:
     """Bytes of a head's part of a block in VMEM."""
-    if is_beside(x):
+    if is_side_by_side(x):
         _, chunks, *tokens = x.array.shape
         return tiled_bytes((chunks // steps.groups, *tokens), x.array.dtype) // steps.heads
     return tiled_bytes(x.shape[1:] if x.ndim == 3 else (x.shape[1] // steps.groups, *x.shape[2:]), x.dtype)
@@ -165,21 +170,21 @@ def read(references, *chunk):
     """The values of all heads, at one chunk."""
 
     def load(ref):
-        return ref.load(*chunk) if is_beside(ref) else ref[(slice(None), *chunk)]
+        return ref.load(*chunk) if is_side_by_side(ref) else ref[(slice(None), *chunk)]
 
-    return jax.tree.map(load, references, is_leaf=is_beside)
+    return jax.tree.map(load, references, is_leaf=is_side_by_side)
 
 
 def write(references, values, *chunk):
     """Store values of all heads, at one chunk."""
 
     def store(ref, x):
-        if is_beside(ref):
+        if is_side_by_side(ref):
             ref.store(x, *chunk)
         else:
             ref[(slice(None), *chunk)] = x.astype(ref.dtype)
 
-    jax.tree.map(store, references, values, is_leaf=is_beside)
+    jax.tree.map(store, references, values, is_leaf=is_side_by_side)
 
 
 def copy(source, target):

@@ -2,8 +2,8 @@
 
 Every two tokens are on both sides of exactly one border, so a lower triangular [tokens, tokens] matrix is its diagonal
 and, level by level, the squares that lie left of the diagonal: what later halves have of their earlier ones. Sums of
-decays (`channel_decay`) and triangular inverses (`solve_tril`) are then a few batched products, where token by token they
-would be as many steps as tokens. A level has parts [parts, size, ...], from single tokens up.
+decays (`channel_decay`) and triangular inverses (`solve_tril`) are then a few batched products, where token by token
+they would be as many steps as tokens. A level has parts [parts, size, ...], from single tokens up.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.ops import recursive_blocks
-from titans_jax.ops.platform import SUBLANES
 from titans_jax.ops.matmul import inner_products, matmul, matmul_three_pass, outer_products
+from titans_jax.ops.platform import SUBLANES
 
 ROWS = SUBLANES
 """Rows of a block on the diagonal that is solved row by row: those of a register."""

@@ -10,12 +10,14 @@ import pytest
 
 from titans_jax import memory
 from titans_jax.memory import algorithms, architectures, biases, presets, retentions
-from titans_jax.memory.forms import delta_rule
+from titans_jax.memory.forms.delta_rule import DeltaRule
 from titans_jax.memory.pallas import entry, kernels
+from titans_jax.memory.pallas.kernel_algorithm import CHANNELS, Chunks
+from titans_jax.ops import backend
 
 CHUNK, BLOCK = 8, 16
 FLOAT64, FLOAT32, BFLOAT16, BFLOAT16_GATES = 1e-10, 1e-5, 5e-3, 2e-2
-GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *kernels.CHANNELS)
+GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *CHANNELS)
 HEADS, ROWS_AND_HEADS = (2,), (2, 2)
 
 
@@ -79,7 +81,7 @@ def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradien
             x["step_size"],
             x.get("mask"),
             x.get("bias_gate"),
-            *(x.get(name) for name in kernels.CHANNELS),
+            *(x.get(name) for name in CHANNELS),
         )
         state = memory.init_state(rule, params)
         if "state" in x:
@@ -190,7 +192,12 @@ def plain(rule, tokens=1):
     return memory.Gates(gate, gate if rule.algorithm.has_momentum else None, gate)
 
 
-RUNNING = {name: make() for name, make in presets.PRESETS.items() if entry.runs(make(), plain(make()))}
+RULES = {name: preset.make() for name, preset in presets.PRESETS.items()}
+RUNNING = {name: rule for name, rule in RULES.items() if entry.supports(rule, plain(rule))}
+    name: preset.make()
+    for name, preset in presets.PRESETS.items()
+    if entry.supports(preset.make(), plain(preset.make()))
+}
 # What linear attentions write is one rule, and only gates make them differ.
 DISTINCT = {rule: name for name, rule in RUNNING.items()}
 
@@ -199,7 +206,7 @@ def test_which_presets_run():
     by_chunk = {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad", "memora"}
     by_block = {"deltanet", "longhorn", "mamba2", "retnet", "gated_deltanet", "delta_product"}
     assert by_chunk | by_block <= set(RUNNING) and "mesa" not in RUNNING
-    linear = {name for name in RUNNING if delta_rule.runs(RUNNING[name], plain(RUNNING[name]))}
+    linear = {name for name in RUNNING if DeltaRule.supports(RUNNING[name], plain(RUNNING[name]))}
     assert by_block <= linear and not by_chunk & linear
 
 
@@ -210,8 +217,10 @@ def test_every_other_preset_that_runs(rule, small_blocks):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """A kernel's block of a linear memory has so many tokens, the chunked form's half of them."""
-    monkeypatch.setattr(delta_rule, "TOKENS_PER_BLOCK", BLOCK)
+    """A kernel's block of a linear memory has so many tokens, the chunked form's a half or a quarter of them."""
+    for name, linear, gated in (("PALLAS", BLOCK, BLOCK), ("CPU", BLOCK // 2, BLOCK // 4)):
+        sizes = {"delta_rule": backend.BlockSize(linear, 4), "gated_delta_rule": backend.BlockSize(gated, 8)}
+        monkeypatch.setattr(backend, name, dataclasses.replace(getattr(backend, name), **sizes))
 
 
 def linear(chunk_size):
@@ -235,9 +244,9 @@ def test_bfloat16_operands_of_a_linear_memory():
     check(presets.gated_deltanet(), HEADS, BFLOAT16, BFLOAT16_GATES, time=100, head_dim=64, dtype=jnp.bfloat16)
 
 
-KEY, VALUE, KEY_STEP, _ = kernels.CHANNELS
+KEY, VALUE, KEY_STEP, _ = CHANNELS
 BY_CHANNEL = {
-    "dfw": (presets.dfw(), kernels.CHANNELS),  # and both step sizes, with nothing to solve
+    "dfw": (presets.dfw(), CHANNELS),  # and both step sizes, with nothing to solve
     "kimi": (presets.gated_deltanet(), (KEY,)),
     "rwkv7": (presets.rwkv7(), (KEY, KEY_STEP)),
     "scalar": (presets.rwkv7(), ()),
@@ -308,7 +317,7 @@ def test_other_choices(architecture, bias, retention, algorithm, bias_gate):
 def test_gates_of_every_channel():
     """A chunk that is no power of two, gates that cut, and padding behind the last token."""
     rule = presets.yaad(expansion=2, chunk_size=12)
-    check(rule, HEADS, FLOAT64, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=kernels.CHANNELS)
+    check(rule, HEADS, FLOAT64, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=CHANNELS)
 
 
 def test_chunks_that_share_a_stored_state(monkeypatch):
@@ -317,9 +326,7 @@ def test_chunks_that_share_a_stored_state(monkeypatch):
     shared = {}
     for chunks in (4, 5, 6):
         queries = np.zeros((1, chunks, CHUNK, 16), np.float32)
-        found = kernels.steps_of(
-            titans(1), kernels.Chunks(queries, *[None] * 8), (), 1, kernels.BACKWARD_TOKENS, kernels.BACKWARD_VALUES
-        )
+        found = kernels.grid_steps(titans(1), Chunks(queries, *[None] * 8), (), 1, kernels.BACKWARD)
         shared[chunks] = (found.chunks, found.groups)
     assert shared == {4: (4, 1), 5: (1, 5), 6: (3, 2)}
     check(titans(1), time=6 * CHUNK, head_dim=48)

@@ -1,129 +1,213 @@
-"""The chunked form: a chunk's gradients at once, every token's read by matmuls, no per-token weight (papers 1.6.4)."""
+"""The chunked form: a chunk's gradients at once, every token's read by matmuls, no per-token weight.
+
+Sequential over chunks, parallel inside; a linear memory takes an exact triangular solve where there is one. See
+memory/README.md, Chunks and anchors and Reads inside a chunk.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms import delta_rule, gated_delta_rule, intra_chunk, lag_token
-from titans_jax.memory.forms.inner_gradient import close_chunk, inner_gradients, split_columns, weights_for_gradient
-from titans_jax.memory.forms.scan_chunks import memorize_blocks
-from titans_jax.memory.rule import algorithms
+from titans_jax.memory.forms.chunk_algorithm import (
+    ChunkAlgorithm,
+    ChunkResult,
+    FormOptions,
+    MemoryInputs,
+    MemoryOutputs,
+    Tokens,
+)
+from titans_jax.memory.forms.decay import Coefficients, block_coefficients
+from titans_jax.memory.forms.delta_rule import DeltaRule
+from titans_jax.memory.forms.gated_delta_rule import GatedDeltaRule
+from titans_jax.memory.forms.inner_gradient import (
+    ChunkEnd,
+    close_chunk,
+    gradient_weights,
+    inner_gradients,
+    split_columns,
+)
+from titans_jax.memory.forms.intra_chunk import ChannelIntraChunk, IntraChunk, intra_chunks
+from titans_jax.memory.forms.lag_token import LagToken
+from titans_jax.memory.forms.scan_chunks import BLOCKS_PER_GROUP, scan_blocks
+from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState, select_state
-from titans_jax.ops.platform import target_platform
-from titans_jax.ops.matmul import broadcast_column, matmul, outer_products, to_state_dtype
-
-TOKENS_PER_TILE = 16
-"""Where a read is many products, its chunk is read in tiles: fewer, smaller ones, as long as a core keeps busy."""
+from titans_jax.memory.state import MemoryState, Params, select_state
+from titans_jax.ops.backend import Backend, BlockSize, current_backend
+from titans_jax.ops.matmul import matmul, outer_products, to_state_dtype
 
 
-def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
-    """Sequential over chunks, parallel inside; a linear memory takes an exact triangular-solve path where one is."""
-    arguments = (rule, params, state, queries, keys, values, gates, resets, initial)
-    for exact in (delta_rule, gated_delta_rule):
-        if exact.runs(rule, gates):
-            prepare = functools.partial(exact.prepare, rule)
-            tokens, group = delta_rule.grouping(rule, gates)
-            return memorize_blocks(exact.memorize, tokens, *arguments, prepare=prepare, group=group)
+def memorize(
+    rule: MemoryRule,
+    params: Params,
+    state: MemoryState,
+    initial: MemoryState | None,
+    inputs: MemoryInputs,
+    options: FormOptions,
+) -> MemoryOutputs:
+    """Run the rule by the first algorithm that supports it."""
+    return scan_blocks(choose_algorithm(rule, inputs.gates, current_backend()), params, state, initial, inputs)
+
+
+def choose_algorithm(rule: MemoryRule, gates: Gates, backend: Backend) -> ChunkAlgorithm:
+    """The first of `DeltaRule`, `GatedDeltaRule`, `TiledLeastSquares` that supports the rule, else `ChunkwiseGradient`,
+    which supports all but the lag token, and that behind `LagToken`."""
     if rule.retention.lags:
-        return memorize_blocks(lag_token.first_token(memorize_chunk), rule.chunk_size, *arguments)
-    if isinstance(rule.algorithm, algorithms.LeastSquares) and target_platform() == "cpu" and not gates.channel_wise:
-        return memorize_blocks(memorize_tiles, rule.chunk_size, *arguments, prepare=weigh_tiles)
-    return memorize_blocks(memorize_chunk, rule.chunk_size, *arguments, prepare=weigh)
+        return LagToken(rule, backend, ChunkwiseGradient(rule, backend))
+    algorithms = [DeltaRule, GatedDeltaRule] + [TiledLeastSquares] * (backend.read_tile is not None)
+    found = next((one for one in algorithms if one.supports(rule, gates)), ChunkwiseGradient)
+    return found(rule, backend)
 
 
-def weigh(queries, keys, values, gates, resets):
-    """The weighings of a chunk, which take of its inputs the gates only."""
-    return intra_chunk.of_blocks(gates)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedChunk:
+    """What of a chunk does not depend on its start state.
+
+    matrices: the coefficients of every fast matrix; for `TiledLeastSquares` those of the only one's tiles. is_full:
+    bool [1, 1], whether the last slot holds a token; None: it does. starts_document: bool, whether the chunk starts
+    from the initial state; None without resets. first_gate: the gates of the only token of a chunk whose gradient is
+    taken after its retention, else None.
+    """
+
+    matrices: tuple[IntraChunk | ChannelIntraChunk, ...] | Coefficients
+    is_full: jax.Array | None = None
+    starts_document: jax.Array | None = None
+    first_gate: Gates | None = None
 
 
-def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
-    """One chunk: ((weights, momentum, anchor), reads, surprise) from its start state (papers 1.6.3-1.6.4)."""
-    queries, keys, values, gates, resets, weighings = inputs
-    if resets is not None:
-        start = select_state(resets[0], initial, start)
-    operand_dtype, retention = keys.dtype, rule.retention
-    anchor = retention.weights(start.anchor, params)
-    # Only a chunk of one token may decay first.
-    judged = weights_for_gradient(rule, anchor, jax.tree.map(lambda x: x[0], gates))
-    inner, deltas, surprise = inner_gradients(rule, params, judged, keys, values, gates)
-    momenta = start.momentum or (None,) * len(start.weights)
-    slopes = retention.slope(start.anchor, params)
+class ChunkwiseGradient(ChunkAlgorithm):
+    """Any memory, bias, retention and algorithm: gradients of all tokens at the chunk's anchor, then reads and the
+    carried matrices by products. A block is one chunk."""
 
-    def linears(parts):
-        both = zip(split_columns(start.weights, parts), split_columns(deltas, parts), strict=True)
-        return [functools.partial(linear, *matrices) for matrices in both]
+    @classmethod
+    def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
+        return not rule.retention.lags
 
-    def linear(carried, deltas, i, x):
-        moved = weighings[i].read(x, carried[i], momenta[i], inner[i], deltas[i], operand_dtype)
-        if retention.linear:
-            return moved
-        if retention.homogeneous:
-            return slopes[i] * moved
-        return matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
+    @property
+    def block_size(self) -> BlockSize:
+        return BlockSize(self.rule.chunk_size, BLOCKS_PER_GROUP)
 
-    reads = rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(queries))
-    ends = zip(weighings, start.weights, momenta, inner, deltas, strict=True)
-    carried, momentum = zip(*(w.carry(*matrices, operand_dtype) for w, *matrices in ends), strict=True)
-    if not retention.linear:
-        carried, reads = close_chunk(rule, params, start, carried, reads, queries, gates.mask)
-    return (carried, momentum if start.momentum else (), start.anchor), reads, surprise
+    def prepare(self, inputs: MemoryInputs) -> PreparedChunk:
+        gates, resets = inputs.gates, inputs.resets
+        return PreparedChunk(
+            matrices=self.coefficients(gates),
+            is_full=None if gates.mask is None else gates.mask[:, -1:, None],
+            starts_document=None if resets is None else resets[:, 0],
+            first_gate=jax.tree.map(lambda x: x[:, 0], gates) if self.rule.algorithm.decay_first else None,
+        )
 
+    def coefficients(self, gates: Gates) -> Any:
+        """How gates [chunks, tokens, ...] weigh tokens, per fast matrix, leaves [chunks, ...]."""
+        return intra_chunks(gates, self.backend)
 
-def to_tiles(x, axis: int = 0):
-    """Leaves' `axis` of tokens as tiles and tokens."""
-
-    def split(leaf):
-        tile = math.gcd(leaf.shape[axis], TOKENS_PER_TILE)
-        return leaf.reshape(*leaf.shape[:axis], -1, tile, *leaf.shape[axis + 1 :])
-
-    return jax.tree.map(split, x)
-
-
-def weigh_tiles(queries, keys, values, gates, resets):
-    """`weigh` of the tiles of every chunk, leaves [chunks, tiles, ...]."""
-    (tiles,) = jax.vmap(intra_chunk.of_blocks)(to_tiles(gates, axis=1))
-    return tiles
-
-
-def memorize_tiles(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
-    """`memorize_chunk` for least squares: states from tile to tile first, then the reads of all tiles at once."""
-    queries, keys, values, gates, resets, weighings = inputs
-    if resets is not None:
-        start = select_state(resets[0], initial, start)
-    operand_dtype = keys.dtype
-    (inner,), (deltas,), surprise = inner_gradients(rule, params, start.anchor, keys, values, gates)
-    inner, deltas = to_tiles((inner, deltas))
-
-    def add(weighing, inner, deltas):
-        return outer_products(intra_chunk.G[-1:].T * inner, deltas, operand_dtype)
-
-    (state,), starts = start.weights, []
-    for kept, added in zip(weighings.ends, jax.vmap(add)(weighings, inner, deltas), strict=True):
-        starts.append(state)
-        state = kept * state + added
-
-    def read(queries, weights, weighing, inner, deltas):
-        # Widened, or the gradient of what is left of the start is a sum of elementwise products.
-        left = broadcast_column(intra_chunk.beta, queries.shape[1])
+    def step(
+        self,
+        params: Params,
+        start: MemoryState,
+        initial: MemoryState | None,
+        tokens: Tokens,
+        prepared: PreparedChunk,
+    ) -> ChunkResult:
+        rule, retention, operand_dtype = self.rule, self.rule.retention, tokens.keys.dtype
+        if prepared.starts_document is not None:
+            start = select_state(prepared.starts_document, initial, start)
+        anchor = retention.weights(start.anchor, params)
+        found = inner_gradients(rule, params, gradient_weights(rule, anchor, prepared.first_gate), tokens)
+        momenta = start.momentum or (None,) * len(start.weights)
+        slopes = retention.slope(start.anchor, params)
 
         def linears(parts):
-            return [linear(*columns) for columns in split_columns((weights, deltas), parts)]
+            both = zip(split_columns(start.weights, parts), split_columns(found.deltas, parts), strict=True)
+            return [functools.partial(linear, *matrices) for matrices in both]
 
-        def linear(weights, deltas):
-            both = jnp.concatenate([weights, inner.T], axis=1)
+        def linear(carried, deltas, i, x):
+            """x times the fast matrix i after every token's own write."""
+            matrix = prepared.matrices[i]
+            moved = matrix.read(x, carried[i], momenta[i], found.inputs[i], deltas[i], operand_dtype)
+            if retention.linear:
+                return moved
+            if retention.homogeneous:
+                return slopes[i] * moved
+            return matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
 
-            def apply(_, x):
-                out, scores = jnp.split(matmul(x, both, operand_dtype), [weights.shape[1]], axis=1)
-                return left * out + matmul(intra_chunk.G * scores, deltas, operand_dtype)
+        reads = rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(tokens.queries))
+        ends = zip(prepared.matrices, start.weights, momenta, found.inputs, found.deltas, strict=True)
+        carried, momentum = zip(*(one.carry(self.backend, *parts, operand_dtype) for one, *parts in ends), strict=True)
+        end = ChunkEnd(carried, start.anchor, reads, prepared.is_full)
+        weights, reads = close_chunk(rule, params, end, tokens.queries)
+        end = MemoryState(weights, momentum if start.momentum else (), start.anchor, 0)
+        return ChunkResult(end, reads, found.surprise)
 
-            return apply
 
-        return rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(queries))
+class TiledLeastSquares(ChunkwiseGradient):
+    """`ChunkwiseGradient` for least squares, whose read is many products: states from tile to tile first, then the
+    reads of all tiles at once, fewer and smaller products as long as a core keeps busy."""
 
-    reads = jax.vmap(read)(to_tiles(queries), jnp.stack(starts), weighings, inner, deltas).reshape(queries.shape)
-    return ((state,), (), start.anchor), reads, surprise
+    @classmethod
+    def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
+        return rule.algorithm.keeps_statistics and not gates.channel_wise
+
+    def coefficients(self, gates: Gates) -> Coefficients:
+        """Those of tiles, leaves [chunks, tiles, 1, ...]."""
+        make = functools.partial(block_coefficients, resets=None, tile=None)
+        return jax.vmap(make)(self.to_tiles(gates, axis=1))
+
+    def step(
+        self,
+        params: Params,
+        start: MemoryState,
+        initial: MemoryState | None,
+        tokens: Tokens,
+        prepared: PreparedChunk,
+    ) -> ChunkResult:
+        rule, operand_dtype = self.rule, tokens.keys.dtype
+        if prepared.starts_document is not None:
+            start = select_state(prepared.starts_document, initial, start)
+        (inner,), (deltas,), surprise = inner_gradients(rule, params, start.anchor, tokens)
+        inner, deltas = self.to_tiles((inner, deltas))
+        tiles: Coefficients = jax.tree.map(lambda leaf: leaf[:, 0], prepared.matrices)
+
+        def add(tile, inner, deltas):
+            return outer_products(tile.G[-1:].T * inner, deltas, operand_dtype)
+
+        (state,), starts = start.weights, []
+        for kept, added in zip(tiles.beta[:, -1:], jax.vmap(add)(tiles, inner, deltas), strict=True):
+            starts.append(state)
+            state = kept * state + added
+
+        def read(queries, weights, tile, inner, deltas):
+            # Broadcast, or the gradient of what is left of the start is a sum of elementwise products.
+            left = self.backend.broadcast_column(tile.beta, queries.shape[1])
+
+            def linears(parts):
+                return [linear(*columns) for columns in split_columns((weights, deltas), parts)]
+
+            def linear(weights, deltas):
+                both = jnp.concatenate([weights, inner.T], axis=1)
+
+                def apply(_, x):
+                    out, scores = jnp.split(matmul(x, both, operand_dtype), [weights.shape[1]], axis=1)
+                    return left * out + matmul(tile.G * scores, deltas, operand_dtype)
+
+                return apply
+
+            return rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(queries))
+
+        queries = self.to_tiles(tokens.queries)
+        reads = jax.vmap(read)(queries, jnp.stack(starts), tiles, inner, deltas).reshape(tokens.queries.shape)
+        return ChunkResult(MemoryState((state,), (), start.anchor, 0), reads, surprise)
+
+    def to_tiles(self, x: Any, axis: int = 0) -> Any:
+        """Leaves with their `axis` of tokens cut into tiles and tokens."""
+
+        def split(leaf):
+            tile = math.gcd(leaf.shape[axis], self.backend.read_tile)
+            return leaf.reshape(*leaf.shape[:axis], -1, tile, *leaf.shape[axis + 1 :])
+
+        return jax.tree.map(split, x)

@@ -1,32 +1,28 @@
-"""How the start state and every token's rank-one gradient weigh in each token's fast matrix (papers 1.6.3-1.6.4, 3.6).
+"""How the start state and every token's rank-one gradient weigh in each token's fast matrix, without forming it.
 
-One `Weighing` per block and fast matrix: by scalars, by scalars times channel-wise decays (in the separable form of
-`channel_decay`), or, when channel-wise retention meets momentum and nothing separates, by coefficients of every channel.
+Per block and fast matrix an `IntraChunk`, with scalar coefficients and possibly channel-wise decay; or, where
+channel-wise retention meets momentum and nothing separates, `ChannelIntraChunk`, with coefficients of every channel.
+See memory/README.md, Reads inside a chunk and Channel-wise retention.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms.decay import Coefficients, coefficients, of_chunks
+from titans_jax.memory.forms.decay import Coefficients, block_coefficients, coefficients
 from titans_jax.memory.gates import Gates
 from titans_jax.ops import channel_decay, channel_decay_pallas
-from titans_jax.ops.matmul import (
-    Transposed,
-    concatenate_operands,
-    inner_products,
-    matmul,
-    outer_products,
-    weighted_outer_products,
-)
+from titans_jax.ops.backend import Backend
+from titans_jax.ops.matmul import Transposed, concatenate_operands, inner_products, matmul, outer_products
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Weighing:
+class IntraChunk:
     """Scalar coefficients of a block (see `Coefficients`): beta, f [tokens, 1], G [tokens, tokens], N [1, tokens].
     f, N: None without momentum. ends: the last token's beta, with momentum also f and p, [1 or 3, 1 or more equal].
 
@@ -62,31 +58,32 @@ class Weighing:
         out = sum(scale * matmul(x, matrix, operand_dtype) for scale, x, matrix in parts)
         return out + matmul(past, deltas, operand_dtype)
 
-    def carry(self, start, momentum, inner, deltas, operand_dtype):
+    def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
         """The matrix and its momentum after the last token."""
-        kept = scaled(self.ends[:1], start)
+        kept = scale_matrix(self.ends[:1], start)
         if self.by_input is not None:
-            kept, inner = channels_scaled(self.by_input, kept, 0), inner * self.by_input.to_end()
+            kept, inner = scale_channels(self.by_input, kept, 0), inner * self.by_input.to_end()
         if self.by_output is not None:
-            kept, deltas = channels_scaled(self.by_output, kept, 1), deltas * self.by_output.to_end()
+            kept, deltas = scale_channels(self.by_output, kept, 1), deltas * self.by_output.to_end()
         rows = [self.G[-1:]] if momentum is None else [self.G[-1:], self.N]
         transposed = isinstance(start, Transposed)
-        moved, *pushed = weighted_outer_products(rows, inner, deltas, operand_dtype, transposed)
+        moved, *pushed = backend.weighted_outer_products(rows, inner, deltas, operand_dtype, transposed)
         if momentum is None:
             return kept + moved, None
-        return kept + scaled(self.ends[1:2], momentum) + moved, scaled(self.ends[2:], momentum) + pushed[0]
+        kept = kept + scale_matrix(self.ends[1:2], momentum)
+        return kept + moved, scale_matrix(self.ends[2:], momentum) + pushed[0]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ChannelWeighing:
-    """c: coefficients of every channel, leaves [channels, ...]; of the matrix's inputs, or of its outputs."""
+class ChannelIntraChunk:
+    """c: coefficients of every channel, leaves [channels, ...], of the matrix's inputs or of its outputs."""
 
     c: Coefficients
     of_inputs: bool = dataclasses.field(metadata={"static": True})
 
     def read(self, x, start, momentum, inner, deltas, operand_dtype):
-        """As `Weighing.read`."""
+        """As `IntraChunk.read`."""
         c = self.c
         beta, f = c.beta[..., 0].T, c.f[..., 0].T
         if self.of_inputs:
@@ -97,10 +94,10 @@ class ChannelWeighing:
         scores = inner_products(x, inner, operand_dtype)
         return out + jnp.einsum("ti,io,oti->to", scores, deltas, c.G, precision="highest")
 
-    def carry(self, start, momentum, inner, deltas, operand_dtype):
-        """As `Weighing.carry`."""
+    def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
+        """As `IntraChunk.carry`."""
 
-        def weigh(of_start, of_momentum, of_tokens):
+        def total(of_start, of_momentum, of_tokens):
             wide = (lambda x: x[:, None]) if self.of_inputs else (lambda x: x[None, :])
             kept = wide(of_momentum) * momentum
             if of_start is not None:
@@ -110,15 +107,15 @@ class ChannelWeighing:
             return kept + outer_products(inner, deltas * of_tokens.T, operand_dtype)
 
         c = self.c
-        return weigh(c.beta[:, -1, 0], c.f[:, -1, 0], c.G[:, -1]), weigh(None, c.p[:, -1, 0], c.N[:, 0])
+        return total(c.beta[:, -1, 0], c.f[:, -1, 0], c.G[:, -1]), total(None, c.p[:, -1, 0], c.N[:, 0])
 
 
-def of_blocks(gates: Gates) -> tuple[Weighing | ChannelWeighing, ...]:
-    """One weighing per fast matrix, leaves [blocks, ...], of gates [blocks, tokens, ...].
+def intra_chunks(gates: Gates, backend: Backend) -> tuple[IntraChunk | ChannelIntraChunk, ...]:
+    """One per fast matrix, leaves [blocks, ...], from gates [blocks, tokens, ...].
 
     A reset replaces a chunk's start state as a whole, so a chunk's weights do not see it.
     """
-    scalars = of_chunks(gates, None)
+    scalars = block_coefficients(gates, None, backend.decay_tile)
     matrices = gates.step_size.shape[-1]
     made = []
     for i in range(matrices):
@@ -126,18 +123,32 @@ def of_blocks(gates: Gates) -> tuple[Weighing | ChannelWeighing, ...]:
         of_outputs = gates.log_value_retention if i == matrices - 1 else None
         if gates.log_momentum is None or (of_inputs is None and of_outputs is None):
             sides = (
-                None if x is None else channel_decay.ChannelDecay(jax.vmap(channel_decay.clipped)(x, gates.mask))
+                None if x is None else backend.channel_decay(jax.vmap(channel_decay.clipped)(x, gates.mask))
                 for x in (of_inputs, of_outputs)
             )
-            made.append(weighing(jax.tree.map(lambda leaf: leaf[:, i], scalars), *sides))  # noqa: B023
+            made.append(intra_chunk(jax.tree.map(lambda leaf: leaf[:, i], scalars), *sides))  # noqa: B023
         elif of_inputs is not None:
-            made.append(ChannelWeighing(of_channels(gates, i, of_inputs), True))
+            made.append(ChannelIntraChunk(channel_coefficients(gates, i, of_inputs, backend), True))
         else:
-            made.append(ChannelWeighing(of_channels(gates, i, of_outputs), False))
+            made.append(ChannelIntraChunk(channel_coefficients(gates, i, of_outputs, backend), False))
     return tuple(made)
 
 
-def scaled(row: jax.Array, matrix):
+def intra_chunk(c: Coefficients, by_input=None, by_output=None) -> IntraChunk:
+    """From coefficients with leaves [blocks, ...]."""
+    ends = jnp.concatenate([x[:, -1:] for x in (c.beta, c.f, c.p) if x is not None], axis=1)
+    return IntraChunk(c.beta, c.f, c.G, c.N, ends, by_input, by_output)
+
+
+def channel_coefficients(gates: Gates, i: int, log_retention: jax.Array, backend: Backend) -> Coefficients:
+    """Coefficients of every channel of matrix i, leaves [blocks, channels, ...]."""
+    log_retention = gates.log_retention[..., i, None] + log_retention
+    one = jax.vmap(functools.partial(coefficients, tile=backend.decay_tile), in_axes=(0, None, None, None))
+    scalars = jax.tree.map(lambda x: x[:, None], (gates.log_momentum[..., i], gates.step_size[..., i], gates.mask))
+    return jax.vmap(one)(jnp.swapaxes(log_retention, 1, 2)[:, :, None], *scalars)
+
+
+def scale_matrix(row: jax.Array, matrix):
     """A matrix times the number that fills a row [1, lanes], repeated to its width: a kernel has no scalars."""
     lanes = matrix.array.shape[1] if isinstance(matrix, Transposed) else matrix.shape[1]
     if row.shape[1] > 1:
@@ -145,22 +156,8 @@ def scaled(row: jax.Array, matrix):
     return row * matrix
 
 
-def channels_scaled(decay, matrix, axis: int):
+def scale_channels(decay, matrix, axis: int):
     """A matrix times what a whole block leaves of every input (axis 0) or output (1)."""
     if isinstance(matrix, Transposed):
-        return Transposed(channels_scaled(decay, matrix.array, 1 - axis))
+        return Transposed(scale_channels(decay, matrix.array, 1 - axis))
     return matrix * (decay.whole() if axis == 0 else decay.since_start()[-1:])
-
-
-def weighing(c: Coefficients, by_input, by_output) -> Weighing:
-    """A weighing of coefficients with leaves [blocks, ...]."""
-    ends = jnp.concatenate([x[:, -1:] for x in (c.beta, c.f, c.p) if x is not None], axis=1)
-    return Weighing(c.beta, c.f, c.G, c.N, ends, by_input, by_output)
-
-
-def of_channels(gates: Gates, i: int, log_retention: jax.Array) -> Coefficients:
-    """Coefficients of every channel of matrix i, leaves [blocks, channels, ...]: the C x C x d form."""
-    log_retention = gates.log_retention[..., i, None] + log_retention
-    one = jax.vmap(coefficients, in_axes=(0, None, None, None))
-    scalars = jax.tree.map(lambda x: x[:, None], (gates.log_momentum[..., i], gates.step_size[..., i], gates.mask))
-    return jax.vmap(one)(jnp.swapaxes(log_retention, 1, 2)[:, :, None], *scalars)

@@ -1,4 +1,5 @@
-"""Memora's lag token: the first token of a chunk takes the non-linear step, the rest are linear around it (papers 3.6).
+"""Memora's lag token: the first token of a chunk takes the non-linear step, the rest are linear around it (Miras eq
+30-32).
 
 With `retentions.lagged_kullback_leibler` the carried matrices are the weights; both parallel forms take the first token
 by itself, as the recurrent form does, and run the rest of the chunk as any other, from the anchor it left.
@@ -7,35 +8,67 @@ by itself, as the recurrent form does, and run the rest of the chunk as any othe
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms import intra_chunk, recurrent
+from titans_jax.memory.forms import recurrent
+from titans_jax.memory.forms.chunk_algorithm import ChunkAlgorithm, ChunkResult, MemoryInputs, Tokens
 from titans_jax.memory.forms.inner_gradient import read, readable_weights
+from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState, select_state
+from titans_jax.memory.state import MemoryState, Params, select_state
+from titans_jax.ops.backend import BlockSize
 
 
-def first_token(block):
-    """`block` of one chunk (see `grid.memorize_blocks`) behind the chunk's first token."""
+class PreparedLagToken(NamedTuple):
+    """The gates of the chunk's first token; whether a document starts there, None without resets; and what the
+    algorithm of the other tokens prepares, None where there are none."""
 
-    def memorize_chunk(rule: MemoryRule, params, start: MemoryState, initial: MemoryState, inputs):
-        queries, keys, values, gates, resets, _ = inputs
-        if resets is not None:
-            start = select_state(resets[0], initial, start)
+    first: Gates
+    starts_document: jax.Array | None
+    rest: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LagToken(ChunkAlgorithm):
+    """Another algorithm of single chunks behind the chunk's first token."""
+
+    rest: ChunkAlgorithm
+
+    @classmethod
+    def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
+        return rule.retention.lags
+
+    @property
+    def block_size(self) -> BlockSize:
+        return self.rest.block_size
+
+    def prepare(self, inputs: MemoryInputs) -> PreparedLagToken:
+        first = jax.tree.map(lambda x: x[:, 0], inputs.gates)
+        others = jax.tree.map(lambda x: x[:, 1:], dataclasses.replace(inputs, resets=None))
+        starts = None if inputs.resets is None else inputs.resets[:, 0]
+        return PreparedLagToken(first, starts, self.rest.prepare(others) if self.rule.chunk_size > 1 else None)
+
+    def step(
+        self,
+        params: Params,
+        start: MemoryState,
+        initial: MemoryState | None,
+        tokens: Tokens,
+        prepared: PreparedLagToken,
+    ) -> ChunkResult:
+        rule, gate = self.rule, prepared.first
+        if prepared.starts_document is not None:
+            start = select_state(prepared.starts_document, initial, start)
         start = dataclasses.replace(start, position=jnp.zeros((), jnp.int32))
-        gate = jax.tree.map(lambda x: x[0], gates)
-        after, surprise = recurrent.write(rule, params, start, keys[:1], values[:1], gate)
-        if gates.mask is not None:
-            after = select_state(gates.mask[0], after, start)
-        reads = read(rule, params, readable_weights(rule, params, after), queries[:1])
-        if len(keys) == 1:
-            return (after.weights, after.momentum, after.anchor), reads, surprise
-        rest = jax.tree.map(lambda x: x[1:], (queries, keys, values, gates))
-        weighings = jax.tree.map(lambda x: x[0], intra_chunk.of_blocks(jax.tree.map(lambda x: x[None], rest[-1])))
-        end, *following = block(rule, params, after, initial, (*rest, None, weighings))
-        reads, surprise = jax.tree.map(lambda *x: jnp.concatenate(x), (reads, surprise), tuple(following))
-        return end, reads, surprise
-
-    return memorize_chunk
+        after, surprise = recurrent.write(rule, params, start, tokens.keys[:1], tokens.values[:1], gate)
+        if gate.mask is not None:
+            after = select_state(gate.mask, after, start)
+        reads = read(rule, params, readable_weights(rule, params, after), tokens.queries[:1])
+        if prepared.rest is None:
+            return ChunkResult(after, reads, surprise)
+        others = jax.tree.map(lambda x: x[1:], tokens)
+        end, *following = self.rest.step(params, after, None, others, prepared.rest)
+        return ChunkResult(end, *jax.tree.map(lambda *x: jnp.concatenate(x), (reads, surprise), tuple(following)))

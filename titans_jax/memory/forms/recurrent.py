@@ -7,44 +7,52 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs, Tokens
 from titans_jax.memory.forms.inner_gradient import (
+    gradient_weights,
     inner_gradients,
-    one_token,
     read,
     readable_weights,
     token_retention,
-    weights_for_gradient,
 )
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState, select_state
+from titans_jax.memory.state import MemoryState, Params, Surprise, select_state
 from titans_jax.ops.matmul import outer_products
 
 
-def memorize(rule: MemoryRule, params, state: MemoryState, queries, keys, values, gates, resets, initial):
-    """Scan over tokens; a reset may fall anywhere and restarts the chunk grid (Titans eq 8-14, papers 1.6.1)."""
+def memorize(
+    rule: MemoryRule,
+    params: Params,
+    state: MemoryState,
+    initial: MemoryState | None,
+    inputs: MemoryInputs,
+    options: FormOptions,
+) -> MemoryOutputs:
+    """Scan over tokens (Titans eq 8-14); a reset may fall anywhere and restarts the chunks."""
     state = dataclasses.replace(state, position=jnp.asarray(state.position, jnp.int32))
 
-    def token(state, inputs):
-        query, key, value, gate, reset = inputs
-        if reset is not None:
-            state = select_state(reset, initial, state)
-        written, surprise = write(rule, params, state, key[None], value[None], gate)
-        if gate.mask is not None:
-            written = select_state(gate.mask, written, state)
-            surprise = jax.tree.map(lambda x: jnp.where(gate.mask, x, 0), surprise)
-        return written, (read(rule, params, readable_weights(rule, params, written), query), surprise)
+    def token(state, one: MemoryInputs):
+        if one.resets is not None:
+            state = select_state(one.resets, initial, state)
+        written, surprise = write(rule, params, state, one.keys[None], one.values[None], one.gates)
+        if one.gates.mask is not None:
+            written = select_state(one.gates.mask, written, state)
+            surprise = jax.tree.map(lambda x: jnp.where(one.gates.mask, x, 0), surprise)
+        return written, (read(rule, params, readable_weights(rule, params, written), one.queries), surprise)
 
-    state, (reads, surprise) = jax.lax.scan(token, state, (queries, keys, values, gates, resets))
-    return reads, state, jax.tree.map(lambda x: x[:, 0], surprise)
+    state, (reads, surprise) = jax.lax.scan(token, state, inputs)
+    return MemoryOutputs(reads, state, jax.tree.map(lambda x: x[:, 0], surprise))
 
 
-def write(rule: MemoryRule, params, state: MemoryState, key, value, gate: Gates):
-    """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise."""
+def write(
+    rule: MemoryRule, params: Params, state: MemoryState, key: jax.Array, value: jax.Array, gate: Gates
+) -> tuple[MemoryState, Surprise]:
+    """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise [1]."""
     matrices = len(state.weights)
-    anchor = weights_for_gradient(rule, rule.retention.weights(state.anchor, params), gate)
-    row = one_token(gate)
-    inputs, deltas, surprise = inner_gradients(rule, params, anchor, key, value, row)
+    anchor = gradient_weights(rule, rule.retention.weights(state.anchor, params), gate)
+    own = (None if x is None else x[None] for x in (gate.bias_gate, gate.key_step_size, gate.value_step_size))
+    inputs, deltas, surprise = inner_gradients(rule, params, anchor, Tokens(key, key, value, *own))
     lagging = rule.retention.lags & (state.position == 0)
     weights, momentum = [], []
     for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):

@@ -1,7 +1,7 @@
-"""The chunk grid: tokens laid out in blocks of whole chunks, wherever in a chunk the state stands.
+"""The scan over blocks of chunks, wherever in a chunk the state stands.
 
 The fast case (start at a chunk's first token, no padding, whole blocks) is a reshape. Otherwise tokens are shifted to
-their place in the open chunk, the rest is masked, and the open chunk's start is followed for the state to return.
+their place in the open chunk, the rest is padding, and the open chunk's start is kept for the state to return.
 """
 
 from __future__ import annotations
@@ -12,47 +12,87 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.gates import Gates
-from titans_jax.memory.state import MemoryState
+from titans_jax.memory.forms.chunk_algorithm import ChunkAlgorithm, MemoryInputs, MemoryOutputs
+from titans_jax.memory.state import Matrices, MemoryState, Params
+from titans_jax.ops.backend import BlockSize
+from titans_jax.ops.recursive_blocks import to_blocks
 
-# Blocks per rematerialisation group: of a long sequence the backward pass stores one state per group and, for one group
-# at a time, one state per block (papers 1.6.9). What fits in one group stores a state per block and repeats nothing.
-GROUP = 8
+BLOCKS_PER_GROUP = 8
+"""Blocks of a rematerialisation group: of a long sequence the backward pass stores one state per group and, for one
+group at a time, one state per block. What fits in one group stores a state per block and repeats nothing."""
+
+
+def scan_blocks(
+    algorithm: ChunkAlgorithm,
+    params: Params,
+    state: MemoryState,
+    initial: MemoryState | None,
+    inputs: MemoryInputs,
+) -> MemoryOutputs:
+    """Prepare groups of blocks and step from block to block."""
+    between_chunks = starts_chunk(state)
+    chunk_size, size = algorithm.rule.chunk_size, algorithm.block_size
+    layout = lay_out(chunk_size, size.tokens, state, inputs)
+
+    def step(carry, block):
+        weights, momentum, opened = carry
+        index, inputs, prepared = block
+        # Chunks begin where the last one ended; only a state that arrives inside a chunk brings an anchor of its own.
+        anchor = (
+            weights if between_chunks else jax.tree.map(functools.partial(jnp.where, index == 0), state.anchor, weights)
+        )
+        start = MemoryState(weights, momentum, anchor, 0)
+        end, reads, surprise = algorithm.step(params, start, initial, inputs.tokens(), prepared)
+        mask = inputs.gates.mask
+        if mask is not None:
+            opened = jax.tree.map(functools.partial(jnp.where, jnp.any(mask)), end.anchor, opened)
+            surprise = jax.tree.map(lambda x: jnp.where(mask, x, 0), surprise)
+        return (end.weights, end.momentum, opened), (reads, surprise)
+
+    def scan(carry, group):
+        index, inputs = group
+        return jax.lax.scan(rematerialised(step), carry, (index, inputs, algorithm.prepare(inputs)))
+
+    carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)
+    carry, (reads, surprise) = scan_groups(scan, size, carry, layout.inputs)
+    surprise = jax.tree.map(layout.unplace, surprise)
+    return MemoryOutputs(layout.reads(reads), final_state(chunk_size, layout, state, *carry), surprise)
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """Inputs in blocks: `inputs` (queries, keys, values, gates, resets), leaves [blocks, block_size, ...].
+class BlockLayout:
+    """Inputs in blocks, leaves [blocks, tokens, ...].
 
     last: slot of the last token that is no padding (-1: none), None when blocks are full and the state is closed.
+    valid: whether padding and resets stand where the layout allows them; None: they do.
     """
 
-    inputs: tuple
+    inputs: MemoryInputs
     time: int
     offset: int | jax.Array
     last: jax.Array | None
     valid: jax.Array | None
 
     def unplace(self, blocks: jax.Array) -> jax.Array:
-        """[blocks, block_size, ...] back to [time, ...]."""
+        """[blocks, tokens, ...] back to [time, ...]."""
         flat = blocks.reshape(-1, *blocks.shape[2:])
         if isinstance(self.offset, int):
             return flat[self.offset : self.offset + self.time]
         return jax.lax.dynamic_slice_in_dim(flat, self.offset, self.time)
 
     def reads(self, blocks: jax.Array) -> jax.Array:
-        """`unplace`, and NaN everywhere if padding or a reset broke the grid's rules: never silently wrong."""
+        """`unplace`, and NaN everywhere if padding or a reset is misplaced: never silently wrong."""
         flat = self.unplace(blocks)
         return flat if self.valid is None else jnp.where(self.valid, flat, jnp.nan)
 
 
-def lay_out(chunk_size: int, block_size: int, state: MemoryState, queries, keys, values, gates: Gates, resets) -> Grid:
-    """Place [time, ...] inputs on the grid of `block_size` slots (a multiple of `chunk_size`)."""
-    time, offset = queries.shape[0], state.position
-    inputs = (queries, keys, values, gates, resets)
+def lay_out(chunk_size: int, block_size: int, state: MemoryState, inputs: MemoryInputs) -> BlockLayout:
+    """Place inputs [time, ...] in blocks of `block_size` slots, a multiple of `chunk_size`."""
+    gates, resets = inputs.gates, inputs.resets
+    time, offset = inputs.queries.shape[0], state.position
     if starts_chunk(state) and time % block_size == 0 and gates.mask is None:
         valid = None if resets is None else ~jnp.any(resets & (jnp.arange(time, dtype=jnp.int32) % chunk_size > 0))
-        return Grid(jax.tree.map(functools.partial(to_blocks, block_size), inputs), time, 0, None, valid)
+        return BlockLayout(jax.tree.map(functools.partial(to_blocks, block_size), inputs), time, 0, None, valid)
 
     slots = time + (offset if isinstance(offset, int) else chunk_size - 1)
     slots = -(-slots // block_size) * block_size
@@ -69,8 +109,8 @@ def lay_out(chunk_size: int, block_size: int, state: MemoryState, queries, keys,
             return padded.at[offset : offset + time].set(x)
         return jax.lax.dynamic_update_slice_in_dim(padded, x, offset, axis=0)
 
-    placed = jax.tree.map(place, (queries, keys, values, dataclasses.replace(gates, mask=mask), resets))
-    return Grid(jax.tree.map(functools.partial(to_blocks, block_size), placed), time, offset, last, valid)
+    placed = jax.tree.map(place, dataclasses.replace(inputs, gates=dataclasses.replace(gates, mask=mask)))
+    return BlockLayout(jax.tree.map(functools.partial(to_blocks, block_size), placed), time, offset, last, valid)
 
 
 def starts_chunk(state: MemoryState) -> bool:
@@ -78,63 +118,10 @@ def starts_chunk(state: MemoryState) -> bool:
     return isinstance(state.position, int) and state.position == 0
 
 
-def to_blocks(block_size: int, x: jax.Array) -> jax.Array:
-    return x.reshape(-1, block_size, *x.shape[1:])
-
-
-def memorize_blocks(
-    block,
-    block_size: int,
-    rule,
-    params,
-    state,
-    queries,
-    keys,
-    values,
-    gates,
-    resets,
-    initial,
-    prepare=None,
-    group=GROUP,
-):
-    """Scan `block` over the grid: (reads [time, head_dim], state, surprise [time]).
-
-    block(rule, params, start, initial, inputs) -> ((weights, momentum, open chunk's start), reads, surprise) for one
-    block's inputs (queries, keys, values, gates, resets, prepared). prepare(*inputs), leaves [blocks, ...], gives
-    what can be computed for the blocks of a group at once because it does not depend on the state.
-    """
-    between_chunks = starts_chunk(state)
-    layout = lay_out(rule.chunk_size, block_size, state, queries, keys, values, gates, resets)
-
-    def step(carry, inputs):
-        weights, momentum, opened = carry
-        index, *inputs = inputs
-        # Chunks begin where the last one ended; only a state that arrives inside a chunk brings an anchor of its own.
-        anchor = (
-            weights if between_chunks else jax.tree.map(functools.partial(jnp.where, index == 0), state.anchor, weights)
-        )
-        start = MemoryState(weights, momentum, anchor, 0)
-        (weights, momentum, chunk_start), reads, surprise = block(rule, params, start, initial, inputs)
-        mask = inputs[3].mask
-        if mask is not None:
-            opened = jax.tree.map(functools.partial(jnp.where, jnp.any(mask)), chunk_start, opened)
-            surprise = jax.tree.map(lambda x: jnp.where(mask, x, 0), surprise)
-        return (weights, momentum, opened), (reads, surprise)
-
-    def scan(carry, inputs):
-        prepared = prepare and prepare(*inputs[1:])
-        return jax.lax.scan(rematerialised(step), carry, (*inputs, prepared))
-
-    carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)
-    carry, (reads, surprise) = scan_groups(scan, group, carry, layout.inputs)
-    surprise = jax.tree.map(layout.unplace, surprise)
-    return layout.reads(reads), final_state(rule.chunk_size, layout, state, *carry), surprise
-
-
-def scan_groups(scan, group: int, carry, inputs):
-    """`scan` groups of `group` blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
-    blocks = inputs[0].shape[0]
-    inputs = (jnp.arange(blocks, dtype=jnp.int32), *inputs)
+def scan_groups(scan, size: BlockSize, carry, inputs: MemoryInputs):
+    """`scan` groups of blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
+    blocks, group = len(inputs.queries), size.group
+    inputs = (jnp.arange(blocks, dtype=jnp.int32), inputs)
     if blocks <= group:
         return scan(carry, inputs)
     scan = rematerialised(scan)
@@ -154,10 +141,12 @@ def rematerialised(function):
     return jax.checkpoint(function, prevent_cse=False, policy=keep)
 
 
-def final_state(chunk_size: int, grid: Grid, state: MemoryState, weights, momentum, anchor) -> MemoryState:
-    """The state to return: closed after whole chunks, else open with the anchor that the scan followed."""
-    if grid.last is None:
+def final_state(
+    chunk_size: int, layout: BlockLayout, state: MemoryState, weights: Matrices, momentum: Matrices, anchor: Matrices
+) -> MemoryState:
+    """The state to return: closed after whole chunks, else open with the anchor that the scan kept."""
+    if layout.last is None:
         return MemoryState(weights, momentum, weights, 0)
-    position = jnp.where(grid.last < 0, state.position, (grid.last + 1) % chunk_size)
+    position = jnp.where(layout.last < 0, state.position, (layout.last + 1) % chunk_size)
     anchor = jax.tree.map(lambda w, a: jnp.where(position == 0, w, a), weights, anchor)
     return MemoryState(weights, momentum, anchor, position.astype(jnp.int32))

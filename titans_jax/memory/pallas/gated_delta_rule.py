@@ -1,61 +1,59 @@
-"""The fused form of linear memories with gates of every channel: `gated_delta_rule` in the kernel.
+"""`forms.gated_delta_rule` in a kernel: linear memories with gates of every channel.
 
-Steps, slopes and where documents begin come as rows of a block's tokens; what channels forget is summed in the kernel,
-by `channel_decay_pallas`. The rest, solve and gradients included, is the chunked form's own block function.
+Step sizes, slopes and where documents start come as rows of a block's tokens; what channels forget is summed in the
+kernel.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms import delta_rule, gated_delta_rule
-from titans_jax.memory.forms.scan_chunks import Grid
+from titans_jax.memory.forms.gated_delta_rule import GatedDeltaRule, WriteGates, count_documents, write_gates
+from titans_jax.memory.forms.scan_chunks import BlockLayout
 from titans_jax.memory.gates import Gates
-from titans_jax.memory.pallas import kernels
+from titans_jax.memory.pallas.kernel_algorithm import (
+    Asked,
+    Chunks,
+    KernelAlgorithm,
+    UnpackedChunk,
+    chunks_of,
+    tokens_of,
+)
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState
-from titans_jax.ops import channel_decay_pallas, solve_tril
-
-runs = gated_delta_rule.runs
+from titans_jax.ops import backend
 
 
-def tokens(rule: MemoryRule) -> int:
-    """Of a block."""
-    return delta_rule.TOKENS_PER_BLOCK
+class KernelGatedDeltaRule(KernelAlgorithm):
+    """What `GatedDeltaRule` supports. No chunk stays open, as every token is one."""
 
+    algorithm = GatedDeltaRule
 
-def pack(rule: MemoryRule, layout: Grid, opens: bool) -> tuple[jax.Array, Gates]:
-    """Of a layout in blocks, gates `gated_delta_rule.folded`: step sizes, slopes of the bias and, with resets, `count`, if
-    any, as rows [blocks, 1 .. 3, tokens], and the others. No chunk stays open, as every token is one."""
-    queries, *_, gates, resets = layout.inputs
-    gates = jax.vmap(gated_delta_rule.folded)(gates)
-    rows = [x[..., 0] for x in (gates.step_size, gates.bias_gate) if x is not None]
-    rows += [] if resets is None else [gated_delta_rule.count(resets).astype(gates.step_size.dtype)]
-    by_key = jnp.broadcast_to(gates.log_key_retention, queries.shape)
-    return jnp.stack(rows, axis=1), dataclasses.replace(gates, log_key_retention=by_key, bias_gate=None)
+    @classmethod
+    def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
+        return GatedDeltaRule.supports(rule, gates)
 
+    @property
+    def block_tokens(self) -> int:
+        return backend.PALLAS.gated_delta_rule.tokens
 
-def run_block(rule: MemoryRule, watch: bool, opens: bool, slow, state, anchor, initial, block: kernels.Chunks):
-    """As `kernels.run_chunk`, for a block; no chunk stays open."""
-    weights, _ = state
-    queries, keys, values = block.queries, block.keys, block.values
-    by_channel = {name: getattr(block, name) for name in kernels.CHANNELS}
-    rows, document = block.rows, None
-    if initial is not None:
-        rows, document = rows[:-1], jax.lax.stop_gradient(rows[-1:])
-    columns = rows.T
-    gates = Gates(None, None, columns[:, :1], None, columns[:, 1:] if len(rows) > 1 else None, **by_channel)
-    invert = functools.partial(solve_tril.inverse_in_kernel, operand_dtype=keys.dtype)
-    prepared = gated_delta_rule.prepare_block(
-        rule, queries, keys, gates, document, channel_decay_pallas.ChannelDecay, invert, watch
-    )
-    start = MemoryState(weights, (), weights, 0)
-    fresh = None if initial is None else MemoryState(*initial, initial[0], 0)
-    inputs = queries, keys, values, gates, None, prepared
-    (weights, *_), reads, surprise = gated_delta_rule.memorize(rule, slow, start, fresh, inputs)
-    watched = jnp.stack([surprise.loss, surprise.cotangent_norm], axis=1) if watch else None
-    return (weights, ()), None, reads, watched
+    def pack(self, layout: BlockLayout, asked: Asked) -> Chunks:
+        """Rows [blocks, 1 .. 3, tokens]: step sizes, slopes of the bias and, with resets, `count_documents`, if any."""
+        inputs, gates = layout.inputs, jax.vmap(write_gates)(layout.inputs.gates)
+        slopes = inputs.gates.bias_gate
+        rows = [x[..., 0] for x in (gates.step_size, slopes) if x is not None]
+        rows += [] if inputs.resets is None else [count_documents(inputs.resets).astype(gates.step_size.dtype)]
+        return chunks_of(layout, jnp.stack(rows, axis=1))._replace(
+            bias_gate=None,
+            log_key_retention=jnp.broadcast_to(gates.log_key_retention, inputs.queries.shape),
+            log_value_retention=gates.log_value_retention,
+        )
+
+    def unpack(self, chunk: Chunks, asked: Asked, restarts: bool) -> UnpackedChunk:
+        rows, document = chunk.rows, None
+        if restarts:
+            rows, document = rows[:-1], jax.lax.stop_gradient(rows[-1:])
+        columns = rows.T
+        tokens = tokens_of(chunk)._replace(bias_gate=columns[:, 1:] if len(rows) > 1 else None)
+        gates = WriteGates(columns[:, :1], chunk.log_key_retention, chunk.log_value_retention, document)
+        return UnpackedChunk(tokens, self.chunkwise.prepare_block(tokens, gates, asked.surprise), None)

@@ -1,0 +1,68 @@
+"""Arguments of `memorize` that do not fit together, refused in one sentence before anything is computed."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from titans_jax.memory.forms.chunk_algorithm import MemoryInputs
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.memory.state import MemoryState, Params
+
+
+def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryInputs) -> None:
+    """Raises ValueError, naming the first argument that does not fit the others."""
+    queries, gates = inputs.queries, inputs.gates
+    if queries.ndim != 2:
+        raise ValueError(f"queries has shape {queries.shape}: one head takes [time, head_dim]; vmap over all else.")
+    time, head_dim = queries.shape
+    steps = rule.algorithm.steps
+    expected = rule.shapes(head_dim)
+    shapes = tuple(w.shape for w in params["weights"])
+    if shapes != expected:
+        raise ValueError(
+            f"queries has head_dim {head_dim} and params['weights'] has shapes {shapes}: {rule.architecture} needs "
+            f"weights of shapes {expected} for it."
+        )
+    if len(state.momentum) != (len(expected) if rule.algorithm.has_momentum else 0):
+        raise ValueError(
+            f"state.momentum has {len(state.momentum)} matrices: {rule.algorithm} needs a state made by "
+            "init_state(rule, params)."
+        )
+    written = (time, head_dim) if steps == 1 else (time, steps, head_dim)
+    for name, x in (("keys", inputs.keys), ("values", inputs.values)):
+        if x.shape != written or x.dtype != queries.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype}{list(x.shape)}: it must be {queries.dtype}{list(written)}, the dtype of queries "
+                "and a row per token" + (" and inner step." if steps > 1 else ".")
+            )
+    if rule.algorithm.has_momentum and gates.log_momentum is None:
+        raise ValueError(f"gates.log_momentum is None: {rule.algorithm} needs one value per token, shape ({time},).")
+    tokens, stepped, matrices = (time,), written[:-1], len(expected)
+    shapes = {
+        "log_retention": (tokens, (time, 1), (time, matrices)),
+        "log_momentum": (tokens, (time, 1), (time, matrices)),
+        "step_size": (stepped, (*stepped, 1), (*stepped, matrices)),
+        "bias_gate": (stepped, (*stepped, 1), written),
+        "log_key_retention": ((time, head_dim),),
+        "log_value_retention": ((time, head_dim),),
+        "key_step_size": (written,),
+        "value_step_size": (written,),
+    }
+    for name, allowed in shapes.items():
+        x = getattr(gates, name)
+        if x is not None and x.shape not in allowed:
+            raise ValueError(
+                f"gates.{name} has shape {x.shape}: it must be {' or '.join(map(str, dict.fromkeys(allowed)))}."
+            )
+    if gates.bias_gate is not None and not rule.bias.takes_gate:
+        raise ValueError(f"gates.bias_gate is given: {rule.bias} takes none; use None.")
+    if rule.algorithm.has_momentum and len(expected) == 1 and None not in (
+        gates.log_key_retention, gates.log_value_retention
+    ):  # fmt: skip
+        raise ValueError(
+            "gates.log_key_retention and gates.log_value_retention are both given for a linear memory with momentum: "
+            "use one of them, or gradient_descent()."
+        )
+    for name, x in (("gates.mask", gates.mask), ("resets", inputs.resets)):
+        if x is not None and (x.shape != (time,) or x.dtype != jnp.bool_):
+            raise ValueError(f"{name} is {x.dtype}{list(x.shape)}: it must be bool[{time}], one flag per token.")

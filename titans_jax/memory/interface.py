@@ -1,0 +1,149 @@
+"""The memory as four functions: `init_params`, `init_state`, `memorize`, `retrieve`.
+
+    rule   = presets.titans(depth=2, expansion=4, chunk_size=16)
+    params = init_params(rule, key, head_dim)
+    state  = init_state(rule, params)
+    reads, state = memorize(rule, params, state, queries, keys, values, gates)
+    reads  = retrieve(rule, params, state, queries)
+
+Pure functions on arrays (jax only), one head of one sequence; callers vmap over batch and heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.checks import check
+from titans_jax.memory.forms import associative, chunked, recurrent
+from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
+from titans_jax.memory.forms.inner_gradient import read, readable_weights
+from titans_jax.memory.forms.inner_steps import join_inner_steps, unroll_inner_steps
+from titans_jax.memory.gates import Gates, complete_gates
+from titans_jax.memory.pallas import entry
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.memory.state import MemoryState, Params, Surprise, cast_state
+from titans_jax.ops.backend import Backend, current_backend
+from titans_jax.ops.matmul import state_dtype
+
+Form = Callable[[MemoryRule, Params, MemoryState, MemoryState | None, MemoryInputs, FormOptions], MemoryOutputs]
+
+FORMS: dict[str, Form] = {
+    "recurrent": recurrent.memorize,
+    "associative": associative.memorize,
+    "chunked": chunked.memorize,
+    "fused": entry.memorize,
+}
+"""How a rule is run, by name; equal to rounding."""
+
+
+def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
+    """Slow parameters of one head: {"weights": the start of each carried matrix [in, out], ...} float32.
+
+    Start weights are normal with standard deviation 1/sqrt(in), or what the retention carries for such weights; the
+    last matrix is never zero, as the norm behind it would then multiply gradients by 1/sqrt(epsilon). A rule without a
+    learned start has zeros, which are no parameters.
+
+    Raises ValueError for a head_dim that is no integer of 1 or more.
+    """
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim is {head_dim!r}: it must be an integer of 1 or more, for example 64.")
+    shapes = rule.shapes(head_dim)
+    slow = rule.algorithm.slow(rule.architecture, head_dim) | rule.retention.slow(shapes)
+    if not rule.learned_start:
+        return {"weights": tuple(jnp.zeros(shape, jnp.float32) for shape in shapes), **slow}
+    keys = jax.random.split(key, len(shapes))
+    weights = (jax.random.normal(k, s, jnp.float32) * s[0] ** -0.5 for k, s in zip(keys, shapes, strict=True))
+    return {"weights": tuple(rule.retention.start(w) for w in weights), **slow}
+
+
+def init_state(rule: MemoryRule, params: Params) -> MemoryState:
+    """The state before the first token: the start weights, no momentum, an empty chunk."""
+    weights = tuple(w.astype(state_dtype(w.dtype)) for w in params["weights"])
+    momentum = tuple(jnp.zeros_like(w) for w in weights) if rule.algorithm.has_momentum else ()
+    return MemoryState(weights, momentum, weights, 0)
+
+
+def start_chunk(state: MemoryState) -> MemoryState:
+    """The same memory with its open chunk closed early: the next token starts a chunk."""
+    return MemoryState(state.weights, state.momentum, state.weights, 0)
+
+
+def choose_form(form: str, rule: MemoryRule, gates: Gates, backend: Backend | None = None) -> str:
+    """What "auto" stands for on a backend (default: the target's): the fused kernel where the backend compiles kernels
+    and one runs the rule with these gates and pays, else the chunked form."""
+    if form != "auto":
+        return form
+    backend = backend or current_backend()
+    return "fused" if backend.pallas and entry.pays(rule, gates) else "chunked"
+
+
+def memorize(
+    rule: MemoryRule,
+    params: Params,
+    state: MemoryState,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    gates: Gates,
+    form: str = "auto",
+    *,
+    resets: jax.Array | None = None,
+    initial_state: MemoryState | None = None,
+    return_surprise: bool = False,
+    return_anchor: bool = True,
+    rematerialised: bool = False,
+) -> tuple[jax.Array, MemoryState] | tuple[jax.Array, MemoryState, Surprise]:
+    """Write every token and read after each write (Titans eq 8-15).
+
+    queries, keys, values: [time, head_dim], float32, bfloat16 (operands only; states stay float32) or float64; with n
+      inner steps a token, keys and values are [time, n, head_dim].
+    gates: see `Gates`.
+    form: "recurrent" | "associative" | "chunked" | "fused", equal to rounding, or "auto" (see `choose_form`).
+    resets: bool [time], True at a document's first token, before which the state becomes `initial_state` (default:
+      `init_state(rule, params)`) and a chunk starts. In the associative, chunked and fused forms a reset must fall on a
+      chunk's start, and padding (`gates.mask`) may only be followed by a reset: otherwise all reads are NaN, never
+      silently wrong.
+    return_surprise: also return every token's `Surprise`.
+    return_anchor: False where the state will not be read on inside a chunk: its anchor is None, and no kernel keeps it.
+    rematerialised: True where a model repeats all but the reads for its gradient: a kernel's states between chunks are
+      then computed again too, not stored.
+
+    Returns (reads [time, head_dim] in the state's dtype, state after the last token), and the surprise on request. The
+    read of token t sees the writes of tokens up to t and none later. Splitting a sequence anywhere and passing the
+    state on changes nothing.
+
+    Raises ValueError, naming the argument, for an unknown form or shapes that do not fit.
+    """
+    inputs = MemoryInputs(queries, keys, values, gates, resets)
+    if form not in (*FORMS, "auto"):
+        raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, (*FORMS, 'auto')))}.")
+    check(rule, params, state, inputs)
+    time, head_dim = queries.shape
+    dtype, steps = state_dtype(queries.dtype), rule.algorithm.steps
+    if time == 0:
+        empty = jnp.zeros((0,), dtype)
+        reads = jnp.zeros((0, head_dim), dtype)
+        return (reads, state, Surprise(empty, empty)) if return_surprise else (reads, state)
+    if steps > 1:
+        inputs = unroll_inner_steps(steps, inputs)
+    gates = complete_gates(rule, inputs.gates, inputs.keys, len(state.weights), dtype)
+    inputs = dataclasses.replace(inputs, gates=gates)
+    start, initial = cast_state(state, dtype), None
+    if resets is not None:
+        initial = start_chunk(cast_state(initial_state or init_state(rule, params), dtype))
+    run = FORMS[choose_form(form, rule, gates)]
+    options = FormOptions(return_surprise, return_anchor, rematerialised)
+    reads, state, surprise = run(rule, params, start, initial, inputs, options)
+    state = state if return_anchor else dataclasses.replace(state, anchor=None)
+    if steps > 1:
+        reads, surprise = join_inner_steps(steps, reads, surprise)
+    return (reads, state, surprise) if return_surprise else (reads, state)
+
+
+def retrieve(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> jax.Array:
+    """Read without updating (Titans eq 15): queries [..., head_dim] -> [..., head_dim]."""
+    return read(rule, params, readable_weights(rule, params, state), queries)

@@ -1,0 +1,82 @@
+"""`chunked.ChunkwiseGradient` in a kernel: any memory, chunk by chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.forms.chunked import ChunkwiseGradient, PreparedChunk
+from titans_jax.memory.forms.decay import Coefficients
+from titans_jax.memory.forms.intra_chunk import IntraChunk
+from titans_jax.memory.forms.scan_chunks import BlockLayout
+from titans_jax.memory.gates import Gates
+from titans_jax.memory.pallas.gate_rows import RowLayout, pack_rows, unpack_rows
+from titans_jax.memory.pallas.kernel_algorithm import (
+    Asked,
+    Chunks,
+    KernelAlgorithm,
+    UnpackedChunk,
+    chunks_of,
+    tokens_of,
+)
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.ops.backend import PALLAS
+from titans_jax.ops.channel_decay import clipped
+from titans_jax.ops.platform import LANES, SUBLANES
+
+
+class KernelChunkwiseGradient(KernelAlgorithm):
+    """Rules with a retention and an algorithm that a kernel has the operations for; channels apart only without
+    momentum, none that decays first."""
+
+    algorithm = ChunkwiseGradient
+
+    @classmethod
+    def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
+        by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
+        separates = not (by_channel and rule.algorithm.has_momentum)
+        has = PALLAS.missing.isdisjoint(rule.retention.operations | rule.algorithm.operations)
+        return separates and has and not rule.algorithm.decay_first
+
+    @property
+    def block_tokens(self) -> int:
+        return self.rule.chunk_size
+
+    def pack(self, layout: BlockLayout, asked: Asked) -> Chunks:
+        """Flags of the chunks that start a document and, if the anchor is asked for, of the one that stays open."""
+        gates, resets = layout.inputs.gates, layout.inputs.resets
+        flags = [] if resets is None else [resets[:, 0]]
+        if asked.anchor:
+            flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // self.rule.chunk_size)
+        chunks = chunks_of(layout, pack_rows(gates, flags))
+        by_channel = {name: getattr(gates, name) for name in ("log_key_retention", "log_value_retention")}
+        return chunks._replace(
+            **{name: jax.vmap(clipped)(x, gates.mask) for name, x in by_channel.items() if x is not None}
+        )
+
+    def unpack(self, chunk: Chunks, asked: Asked, restarts: bool) -> UnpackedChunk:
+        rule, operand_dtype = self.rule, chunk.keys.dtype
+        matrices = len(rule.shapes(chunk.queries.shape[1]))
+        layout = RowLayout(matrices, rule.algorithm.has_momentum, restarts=False, flags=asked.anchor + restarts)
+        found, mask, flags = unpack_rows(chunk.rows, layout, operand_dtype)
+        flags = [flag[:, :1] for flag in flags]
+        made = [in_kernel(c) for c in found]
+        if chunk.log_key_retention is not None:
+            made[0] = dataclasses.replace(made[0], by_input=PALLAS.channel_decay(chunk.log_key_retention))
+        if chunk.log_value_retention is not None:
+            made[-1] = dataclasses.replace(made[-1], by_output=PALLAS.channel_decay(chunk.log_value_retention))
+        prepared = PreparedChunk(
+            matrices=tuple(made),
+            is_full=None if mask is None else mask[:, -1:],
+            starts_document=flags[0] > 0 if restarts else None,
+        )
+        return UnpackedChunk(tokens_of(chunk), prepared, flags[-1] if asked.anchor else None)
+
+
+def in_kernel(c: Coefficients) -> IntraChunk:
+    """Numbers that scale matrices fill a row of lanes, by way of whole registers: a kernel's gradient of a scalar does
+    not compile."""
+    ends = [jnp.broadcast_to(x[-SUBLANES:], (SUBLANES, LANES))[-1:] for x in (c.beta, c.f, c.p) if x is not None]
+    return IntraChunk(c.beta, c.f, c.G, c.N, jnp.concatenate(ends))

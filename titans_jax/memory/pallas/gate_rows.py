@@ -1,0 +1,70 @@
+"""Scalar gates in the rows that a kernel reads, and the coefficients made of them there.
+
+Cumulative logs are made outside, where all blocks are one product; their differences and products inside.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.forms.decay import Coefficients, CumulativeGate, cumulative_gates, tile_coefficients
+from titans_jax.memory.gates import Gates
+
+
+class RowLayout(NamedTuple):
+    """What the rows hold: the gates of so many matrices, with momentum or not; restarts: documents may start inside a
+    block; flags: further rows behind."""
+
+    matrices: int
+    has_momentum: bool
+    restarts: bool
+    flags: int
+
+
+class UnpackedRows(NamedTuple):
+    """The coefficients of one block for every matrix; mask: [1, tokens], False at padding, or None; flags: the further
+    rows, [1, tokens] each."""
+
+    coefficients: list[Coefficients]
+    mask: jax.Array | None
+    flags: list[jax.Array]
+
+
+def pack_rows(gates: Gates, flags: list[jax.Array], resets: jax.Array | None = None) -> jax.Array:
+    """Gates [blocks, tokens, matrices], their padding, and flags of blocks or of their tokens, as rows [blocks, n,
+    tokens]. resets: [blocks, tokens], if documents may start inside a block."""
+    by_matrix = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2)[:, :, None], gates.scalars())
+    mask, resets = jax.tree.map(lambda x: x[:, None], (gates.mask, resets))
+    of_matrices = jax.vmap(cumulative_gates, in_axes=(0, 0, 0, None, None))
+    *both, step_size = jax.vmap(of_matrices)(*by_matrix, mask, resets)
+    sums = [x for gate in both if gate is not None for x in (gate.total, gate.reach, gate.first, gate.document_start)]
+    rows = [x for x in sums if x is not None] + [step_size]
+    rows = [jnp.broadcast_to(x, step_size.shape)[:, :, 0] for x in rows]
+    flags = ([] if mask is None else [mask]) + [jnp.reshape(x, (len(x), 1, -1)) for x in flags]
+    shape = len(step_size), 1, step_size.shape[-1]
+    return jnp.concatenate(rows + [jnp.broadcast_to(x, shape).astype(step_size.dtype) for x in flags], axis=1)
+
+
+def unpack_rows(rows: jax.Array, layout: RowLayout, operand_dtype) -> UnpackedRows:
+    """`pack_rows` of one block inside a kernel: rows [n, tokens]."""
+    matrices = layout.matrices
+    sums = 4 if layout.restarts else 3
+    kinds = sums * (1 + layout.has_momentum) + 1
+    columns = rows[: kinds * matrices].T
+    flags = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(kinds * matrices, len(rows))]
+    mask = flags.pop(0) > 0 if len(flags) > layout.flags else None
+    row = lambda k: rows[k : k + 1]  # noqa: E731
+
+    def gate(total, reach, first, document_start=None):
+        document_start = None if document_start is None else row(document_start)
+        return CumulativeGate(row(total), columns[:, total : total + 1], row(reach), row(first)[:, :1], document_start)
+
+    found = []
+    for i in range(matrices):
+        at = range(i, kinds * matrices, matrices)
+        momentum = gate(*at[sums : 2 * sums]) if layout.has_momentum else None
+        found.append(tile_coefficients(gate(*at[:sums]), momentum, row(at[-1]), mask, operand_dtype))
+    return UnpackedRows(found, mask, flags)

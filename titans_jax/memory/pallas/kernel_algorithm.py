@@ -1,0 +1,152 @@
+"""What a kernel's arrays are, and what a chunkwise algorithm needs to run inside one: gates packed in rows outside, and
+its `PreparedChunk` made of them inside. The step itself is the chunked form's own.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.forms.chunk_algorithm import ChunkAlgorithm, Tokens
+from titans_jax.memory.forms.scan_chunks import BlockLayout
+from titans_jax.memory.gates import Gates
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.memory.state import Matrices, MemoryState, Params
+from titans_jax.ops.backend import PALLAS
+
+
+class Chunks(NamedTuple):
+    """What the steps over chunks read: leaves [n, chunks, rows, columns], n heads of any sequences.
+
+    rows: the scalar gates, padding and flags (`gate_rows`), in one array because a small one fills a whole tile of
+    memory. bias_gate: [.., tokens, 1 or head_dim] or None. log_key_retention .. value_step_size: [.., tokens, head_dim]
+    or None; retentions are 0 at padding.
+    """
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    rows: jax.Array
+    bias_gate: jax.Array | None
+    log_key_retention: jax.Array | None
+    log_value_retention: jax.Array | None
+    key_step_size: jax.Array | None
+    value_step_size: jax.Array | None
+
+
+CHANNELS = ("log_key_retention", "log_value_retention", "key_step_size", "value_step_size")
+"""The gates of every channel."""
+TOKENS = ("queries", "keys", "values", *CHANNELS)
+"""Leaves of `Chunks` with head_dim numbers a token."""
+
+
+class HeadState(NamedTuple):
+    """What a kernel carries of a head from chunk to chunk: one matrix per fast weight each."""
+
+    weights: Matrices
+    momentum: Matrices
+
+
+class Heads(NamedTuple):
+    """What all chunks of a head read: leaves [n, rows, columns].
+
+    slow: slow parameters, vectors as rows; numbers of matrices as rows that they fill. start, initial: before the first
+    token, and before a document's (None without resets); anchor: gradients of the first chunk are taken there, None if
+    at its start.
+    """
+
+    slow: dict[str, jax.Array | tuple]
+    start: HeadState
+    anchor: Matrices | None
+    initial: HeadState | None
+
+
+class Results(NamedTuple):
+    """reads, surprise: [n, chunks, tokens, head_dim or 2]; end: the state after the last chunk; anchor: the weights at
+    the start of the chunk that stays open. surprise and anchor are None where nobody asks for them."""
+
+    reads: jax.Array
+    surprise: jax.Array | None
+    end: HeadState
+    anchor: Matrices | None
+
+
+class Asked(NamedTuple):
+    """What a kernel is asked for beside reads and the last state."""
+
+    surprise: bool
+    anchor: bool
+
+
+class UnpackedChunk(NamedTuple):
+    """What a step takes of one chunk of one head; is_open: 1 where it is the chunk that stays open, [1, 1], or None."""
+
+    tokens: Tokens
+    prepared: Any
+    is_open: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelAlgorithm(abc.ABC):
+    """A chunkwise algorithm inside a kernel."""
+
+    rule: MemoryRule
+    algorithm: ClassVar[type[ChunkAlgorithm]]
+
+    @classmethod
+    @abc.abstractmethod
+    def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
+        """Whether a kernel runs the rule with these gates this way."""
+
+    @property
+    @abc.abstractmethod
+    def block_tokens(self) -> int:
+        """Tokens that a step takes, a multiple of the rule's chunk_size."""
+
+    @abc.abstractmethod
+    def pack(self, layout: BlockLayout, asked: Asked) -> Chunks:
+        """What the kernel reads, of one head laid out in blocks."""
+
+    @abc.abstractmethod
+    def unpack(self, chunk: Chunks, asked: Asked, restarts: bool) -> UnpackedChunk:
+        """`pack` undone for one chunk, inside the kernel. restarts: documents may start."""
+
+    def step(
+        self,
+        asked: Asked,
+        slow: Params,
+        state: HeadState,
+        anchor: Matrices | None,
+        initial: HeadState | None,
+        chunk: Chunks,
+    ) -> tuple[HeadState, Matrices | None, jax.Array, jax.Array | None]:
+        """One chunk of one head, leaves without their leading axes: (state, anchor, reads, surprise) as `Results`."""
+        tokens, prepared, is_open = self.unpack(chunk, asked, initial is not None)
+        start = MemoryState(*state, state.weights if anchor is None else anchor, 0)
+        fresh = None if initial is None else MemoryState(*initial, initial.weights, 0)
+        end, reads, surprise = self.chunkwise.step(slow, start, fresh, tokens, prepared)
+        # Only the chunk that stays open has a 1; the sum over chunks is its anchor.
+        kept = tuple(is_open * w for w in end.anchor) if asked.anchor else None
+        measured = jnp.stack([surprise.loss, surprise.cotangent_norm], axis=1) if asked.surprise else None
+        return HeadState(end.weights, end.momentum), kept, reads, measured
+
+    @property
+    def chunkwise(self) -> ChunkAlgorithm:
+        """The algorithm on the backend that a kernel is."""
+        return self.algorithm(self.rule, PALLAS)
+
+
+def tokens_of(chunk: Chunks) -> Tokens:
+    """The leaves that a step reads."""
+    return Tokens(chunk.queries, chunk.keys, chunk.values, chunk.bias_gate, chunk.key_step_size, chunk.value_step_size)
+
+
+def chunks_of(layout: BlockLayout, rows: jax.Array) -> Chunks:
+    """What a layout's inputs are, with packed rows."""
+    inputs, gates = layout.inputs, layout.inputs.gates
+    channels = {name: getattr(gates, name) for name in CHANNELS}
+    return Chunks(inputs.queries, inputs.keys, inputs.values, rows, gates.bias_gate, **channels)
