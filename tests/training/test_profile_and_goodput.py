@@ -92,8 +92,8 @@ def test_what_a_step_takes_is_told_and_compiled_once(tmp_path, caplog):
     said = re.search(
         r"a step takes ([\d.]+) GB of a device: ([\d.]+) of parameters.*, ([\d.]+) of", console.file.getvalue()
     )
-    whole, held, beside = map(float, said.groups())
-    assert whole == pytest.approx(held + beside, abs=0.011) and whole > 0
+    whole, held, temporary = map(float, said.groups())
+    assert whole == pytest.approx(held + temporary, abs=0.011) and whole > 0
 
 
 def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):

@@ -43,7 +43,7 @@ def test_sick_memories_are_named(name, value, sentence):
     assert sentence in warning
 
 
-def test_a_memory_without_momentum_is_not_judged_by_it():
+def test_a_memory_without_momentum_has_no_warning_about_it():
     without = {name: value for name, value in HEALTHY.items() if name != "momentum"}
     assert warnings(without, dataclasses.replace(MODEL, memory=MemoryConfig(momentum=False, max_step_size=0.64))) == []
 

@@ -21,23 +21,35 @@ CACHE_MULTIPLE = 512
 
 
 def prefill(model: nnx.Module, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Read a prompt [batch, time]; logits [batch, vocab] of what follows its last token, and the next state."""
+    """Read a prompt; the logits of the token after it, and the next state.
+
+    Args:
+      model: a titans_jax.models.LanguageModel.
+      tokens: int32 [batch, time].
+      state: of `model.init_state`, or what an earlier call returned.
+
+    Returns:
+      logits [batch, vocab], and the state after the prompt.
+    """
     logits, state = model.extend(tokens, state)
     return logits[:, -1], state
 
 
 def decode_step(model: nnx.Module, token: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Read one token [batch]; logits [batch, vocab] of what follows it, and the next state."""
+    """`prefill` of one token, int32 [batch]."""
     return prefill(model, token[:, None], state)
 
 
 class Generator:
     """Continues a prompt with a model given as (graphdef, params), so that one compilation serves changing parameters.
 
-    graphdef: of a titans_jax.models.LanguageModel. tokenizer: of the data the model was trained on.
+    Args:
+      graphdef: the structure of a titans_jax.models.LanguageModel.
+      tokenizer: the one of the data that the model was trained on.
+      sampling: how tokens are drawn, default `Sampling()`.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, tokenizer: Tokenizer, sampling: Sampling | None = None):
+    def __init__(self, graphdef: nnx.GraphDef, tokenizer: Tokenizer, sampling: Sampling | None = None) -> None:
         self._graphdef, self._tokenizer = graphdef, tokenizer
         self._sampling = sampling or Sampling()
         self._init_state = jax.jit(lambda params, n: nnx.merge(graphdef, params).init_state(1, n), static_argnums=1)
@@ -45,11 +57,11 @@ class Generator:
         self._step = jax.jit(self._read_and_sample)
 
     def stream(self, params: Any, prompt: str, max_tokens: int, seed: int = 0) -> Iterator[str]:
-        """Text of the continuation, in pieces as it becomes known, until the document ends or after `max_tokens`."""
+        """Yield the text of the continuation as it becomes known, until the document ends or after `max_tokens`."""
         return stream_text(self.tokens(params, prompt, max_tokens, seed), self._tokenizer)
 
     def tokens(self, params: Any, prompt: str, max_tokens: int, seed: int = 0) -> Iterator[int]:
-        """Token ids of the continuation, without the end of document."""
+        """Yield the token ids of the continuation, without the end of document."""
         # Documents are trained with the token between documents in front, so an empty prompt is a prompt too.
         ids = np.concatenate([[self._tokenizer.bos_id], self._tokenizer.encode(prompt)]).astype(np.int32)
         # Only full attention asks for the length; rounded, so that prompts of similar length share a compilation.
@@ -72,13 +84,13 @@ class Generator:
         return prefill(nnx.merge(self._graphdef, params), tokens, state)[1]
 
     def _read_and_sample(self, params: Any, token: jax.Array, state: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-        """Reads a token [1]; returns one that may follow it [1], and the next state."""
+        """Read a token [1]; the token drawn after it [1], and the next state."""
         logits, state = decode_step(nnx.merge(self._graphdef, params), token, state)
         return sample(logits, key, self._sampling, self._tokenizer.vocab_size), state
 
 
 def split_prompt(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """`ids` [tokens] cut into pieces of the lengths in `PIECES`, the largest first; the rest has at least one token."""
+    """Cut `ids` [tokens] into pieces of the lengths in `PIECES`, the largest first; the rest has at least one token."""
     start = 0
     for size in PIECES:
         while len(ids) - start > size:

@@ -33,9 +33,9 @@ class Sampling:
 
 
 def sample(logits: jax.Array, key: jax.Array, sampling: Sampling, vocab_size: int | None = None) -> jax.Array:
-    """One token id, int32 [batch], from logits [batch, vocab]; ids from `vocab_size` on are never drawn.
+    """Draw one token id, int32 [batch], from logits [batch, vocab]; ids from `vocab_size` on are never drawn.
 
-    Equally likely tokens at the border of top_k or top_p are all kept.
+    Tokens as likely as the last one that top_k or top_p keeps are all kept.
     """
     if vocab_size is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.experimental import mesh_utils
+from jax.nn.initializers import Initializer
 from jax.sharding import AxisType, PartitionSpec
 
 AXES = ("slice", "data", "fsdp", "tensor")
@@ -45,12 +46,12 @@ def use_cores(rows: int) -> None:
 
 
 def machine() -> str:
-    """How many devices of which kind, for a heading."""
+    """The number and kind of the devices, for a heading."""
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 
 
 def make_mesh(
-    data: int = -1, fsdp: int = 1, tensor: int = 1, slice: int = 1, devices: list | None = None
+    data: int = -1, fsdp: int = 1, tensor: int = 1, slice: int = 1, devices: list[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
     """A mesh with axes slice, data, fsdp and tensor over all devices, or over those given.
 
@@ -90,24 +91,28 @@ def use_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
         yield
 
 
-def logical(init: Callable, *axes: str | None) -> Callable:
+def logical(init: Initializer, *axes: str | None) -> Initializer:
     """`init` whose array carries these logical axes, one name of `RULES` or None per dimension."""
     return init if jax.sharding.get_abstract_mesh().empty else nnx.with_partitioning(init, axes)
 
 
 def batch_axes(rows: int) -> tuple[str, ...] | None:
-    """Mesh axes over which so many rows are spread, None where they do not divide."""
+    """The mesh axes over which a batch of `rows` rows is spread, None where they do not divide it."""
     shape = jax.sharding.get_abstract_mesh().shape
     return BATCH if rows % math.prod(shape.get(axis, 1) for axis in BATCH) == 0 else None
 
 
 def head_shards() -> int:
-    """Devices over which a row's heads are spread, 1 while no mesh is set."""
+    """The number of devices over which a row's heads are spread, 1 while no mesh is set."""
     return jax.sharding.get_abstract_mesh().shape.get(HEADS, 1)
 
 
-def on_devices(function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-    """`function` on every device for its own part, as the compiler divides no kernel; itself while no mesh is set."""
+def on_devices(function: Callable[..., Any], in_specs: tuple, out_specs: Any) -> Callable[..., Any]:
+    """`function` on every device for its own part, as the compiler divides no kernel; itself while no mesh is set.
+
+    Args:
+      in_specs, out_specs: trees of PartitionSpec, as `jax.shard_map` takes them.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return function
     # A Pallas call does not say over which axes its output varies.

@@ -170,12 +170,12 @@ def make_shared_folder(folder: Path) -> None:
 
 
 def first_says(answer: bool) -> bool:
-    """What process 0 answers, for all processes."""
+    """The answer of process 0, for all processes."""
     return bool(multihost_utils.broadcast_one_to_all(np.array(answer)))
 
 
 def any_says(answer: bool) -> jax.Array:
-    """Whether any process says yes; a scalar that the devices work out behind what they were given before."""
+    """Whether any process says yes: a bool scalar, computed on the devices after what they were given before."""
     mesh, compiled = _vote()
     place = NamedSharding(mesh, PartitionSpec("devices"))
     with jax.set_mesh(mesh):
@@ -189,7 +189,7 @@ def _vote() -> tuple[jax.sharding.Mesh, Callable[[jax.Array], jax.Array]]:
 
 
 def share_of_batch(place: jax.sharding.Sharding, rows: int) -> tuple[int, int]:
-    """Which block of a batch of `rows` rows this process reads: (index of the block, number of blocks).
+    """The block of a batch of `rows` rows that this process reads: (index of the block, number of blocks).
 
     Processes whose devices hold the same rows, because the tensor axis spans them, read the same block.
 

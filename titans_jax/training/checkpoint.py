@@ -31,8 +31,9 @@ class CheckpointError(TitansError, RuntimeError):
 class Checkpoints:
     """The checkpoints below one folder.
 
-    say: told, in one sentence, of every checkpoint that is skipped.
-    kept: how many of the latest checkpoints stay on disk.
+    Args:
+      kept: how many of the latest checkpoints stay on disk; None to read only.
+      say: told, in one sentence, about every checkpoint that is skipped.
     """
 
     def __init__(self, folder: Path, *, kept: int | None = None, say: Callable[[str], None] = print):
@@ -52,7 +53,11 @@ class Checkpoints:
         config: Config,
         goodput: dict[str, float],
     ) -> None:
-        """Write {"params", "optimizer"} in the background; the arrays may be donated as soon as this returns.
+        """Write a step's state in the background; its arrays may be donated as soon as this returns.
+
+        Args:
+          state: {"params", "optimizer"}, trees of arrays.
+          data_position, goodput: what `TrainBatches.get_state` and `Goodput.get_state` return.
 
         Raises:
           CheckpointError: this save, or the one before it, failed.
@@ -106,7 +111,8 @@ class Checkpoints:
     def restore(self, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """(state, {"step", "data", "config", "goodput"}) of the latest checkpoint that can be read, or None.
 
-        abstract: {"params"} or {"params", "optimizer"}, trees of jax.ShapeDtypeStruct that say where arrays go.
+        Args:
+          abstract: {"params"} or {"params", "optimizer"}, trees of jax.ShapeDtypeStruct that say where arrays go.
 
         Raises:
           CheckpointError: there are checkpoints and none can be read.

@@ -6,11 +6,11 @@ import time
 class Goodput:
     """Seconds in training steps over seconds since the run was first started, kept with its checkpoints.
 
-    What lowers it: compiling, evaluating, writing, waiting for a machine, and steps done after the last checkpoint
-    before a crash, which are done again.
+    What lowers it: compiling, evaluating, writing, waiting for a machine, and steps after the last checkpoint before a
+    crash, which have to be repeated.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._first_start, self._seconds = time.time(), 0.0
 
     def add(self, seconds: float) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -17,6 +17,7 @@ from titans_jax.config.validate import validate
 from titans_jax.evaluation.perplexity import Batch, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
 from titans_jax.models.language_model import granularity
+from titans_jax.plots import save_json
 from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, abstract_like, check_same_run
 from titans_jax.training.diagnostics import warnings
@@ -26,13 +27,13 @@ from titans_jax.training.mesh import use_mesh
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
-from titans_jax.training.report import Report, TrainingStopped, say
+from titans_jax.training.report import Report, RunDescription, TrainingStopped, say
 from titans_jax.training.run import check_vocabulary, init_model
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
 
 # Fields that may differ between the processes of a run.
-OF_A_HOST = frozenset({"processes.index", "training.run_dir", "data.path", "data.validation_path"})
+MAY_DIFFER = frozenset({"processes.index", "training.run_dir", "data.path", "data.validation_path"})
 
 
 def train(config: Config, run_dir: Path, console: Console | None = None) -> None:
@@ -54,14 +55,14 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         validate(config)
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
-    processes.check_same({name: value for name, value in leaves(config).items() if name not in OF_A_HOST})
+    processes.check_same({name: value for name, value in leaves(config).items() if name not in MAY_DIFFER})
     check_folder(config, run_dir)
     with use_mesh(config) as mesh:
         with processes.together():
             index, count = processes.share_of_batch(batch_sharding(mesh), config.data.batch_size) if mesh else (0, 1)
             split = {"align": granularity(config.model), "process_index": index, "process_count": count}
             batches = data.train_batches(config.data, tokenizer, **split)
-            validation = data.validation_batches(config.data, tokenizer, **split)
+            text = Text(tokenizer, batches, data.validation_batches(config.data, tokenizer, **split))
         processes.check_same({"the text of data.path": str(batches.statistics)})
         processes.make_shared_folder(run_dir)
         folder, kept = run_dir / "checkpoints", config.training.checkpoints_kept
@@ -71,9 +72,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             StopRequest() as stop,
         ):
             try:
-                Trainer(
-                    config, run_dir, console, mesh, tokenizer, batches, validation, checkpoints, stop, goodput
-                ).run()
+                Trainer(config, text, Session(run_dir, console, mesh, checkpoints, stop, goodput)).run()
             except TrainingStopped:
                 checkpoints.wait()  # all processes stopped at this step, so what is being saved can be finished
                 raise
@@ -87,34 +86,45 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
                 ) from error
 
 
+@dataclass(frozen=True)
+class Text:
+    """What a run learns from, and is evaluated on."""
+
+    tokenizer: data.Tokenizer
+    train: data.TrainBatches
+    validation: data.ValidationBatches
+
+
+@dataclass(frozen=True)
+class Session:
+    """One start of a run: where it writes, the devices it uses, and what outlives its steps."""
+
+    run_dir: Path
+    console: Console
+    mesh: jax.sharding.Mesh | None
+    """None on a single device."""
+    checkpoints: Checkpoints
+    stop: StopRequest
+    goodput: Goodput
+
+
 class Trainer:
     """One run: its compiled functions, its state on the devices, and what it writes."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        console: Console,
-        mesh: jax.sharding.Mesh | None,
-        tokenizer: data.Tokenizer,
-        batches: data.TrainBatches,
-        validation: data.ValidationBatches,
-        checkpoints: Checkpoints,
-        stop: StopRequest,
-        goodput: Goodput,
-    ):
-        self.config, self.run_dir, self.console, self.mesh = config, run_dir, console, mesh
-        self.tokenizer, self.batches, self.checkpoints, self.stop = tokenizer, batches, checkpoints, stop
-        self.goodput, self.profile = goodput, Profile(config.profile.range, run_dir / "profile")
-        self.validation = list(itertools.islice(validation, config.training.evaluation_batches))
+    def __init__(self, config: Config, text: Text, session: Session):
+        self.config, self.run_dir, self.console, self.mesh = config, session.run_dir, session.console, session.mesh
+        self.checkpoints, self.stop, self.goodput = session.checkpoints, session.stop, session.goodput
+        self.tokenizer, self.batches = text.tokenizer, text.train
+        self.profile = Profile(config.profile.range, self.run_dir / "profile")
+        self.validation = list(itertools.islice(text.validation, config.training.evaluation_batches))
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         graphdef, params = init_model(config.model, config.training.seed)
         self.state: State = {"params": params, "optimizer": optimizer.init(params)}
-        if mesh:
+        if self.mesh:
             self.state = jax.tree.map(self._on_mesh, self.state)
         self.train_step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation)
         self.evaluation_step = make_evaluation_step(graphdef)
-        self.generator = Generator(graphdef, tokenizer)
+        self.generator = Generator(graphdef, self.tokenizer)
         self.step = self._resume()
 
     def run(self) -> None:
@@ -217,9 +227,7 @@ class Trainer:
 
     def _make_report(self, writer: MetricsWriter) -> Report:
         training = self.config.training
-        return Report(
-            self.console,
-            writer,
+        run = RunDescription(
             steps=training.steps,
             start=self.step,
             log_every=training.log_every,
@@ -227,12 +235,12 @@ class Trainer:
             bytes_per_token=self.batches.statistics.bytes_per_token,
             flops_per_token=training_flops_per_token(self.config.model, self.config.data.sequence_length),
             peak_flops=peak_flops_per_second(),
-            goodput=self.goodput,
         )
+        return Report(self.console, writer, self.goodput, run)
 
     def _introduce(self) -> None:
         if jax.process_index() == 0:
-            (self.run_dir / "config.json").write_text(json.dumps(to_dict(self.config), indent=2) + "\n")
+            save_json(to_dict(self.config), self.run_dir / "config.json")
         params = sum(x.size for x in jax.tree.leaves(self.state["params"]))
         self.report.say(f"{self.run_dir}: {params:,} parameters on {sharding.machine()}")
         if stats := jax.local_devices()[0].memory_stats():
@@ -243,13 +251,13 @@ class Trainer:
             self.report.say(f"going on from the checkpoint of step {self.step}")
 
     def _say_memory(self, batch: Batch) -> None:
-        """What the compiled step takes of a device; the step itself finds the program that is compiled here."""
+        """Say what the compiled step takes of a device; the step itself finds the program that is compiled here."""
         memory = self.train_step.lower(self.state, batch).compile().memory_analysis()
         held, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
-        beside = memory.temp_size_in_bytes + new
+        temporary = memory.temp_size_in_bytes + new
         self.report.say(
-            f"a step takes {(held + beside) / 1e9:.2f} GB of a device: {held / 1e9:.2f} of parameters, optimizer state "
-            f"and batch, {beside / 1e9:.2f} of activations, gradients and other temporaries"
+            f"a step takes {(held + temporary) / 1e9:.2f} GB of a device: {held / 1e9:.2f} of parameters, optimizer "
+            f"state and batch, {temporary / 1e9:.2f} of activations, gradients and other temporaries"
         )
 
     def _to_devices(self, batch: Batch) -> Batch:
@@ -259,14 +267,14 @@ class Trainer:
         return {name: jax.make_array_from_process_local_data(place, rows, shape) for name, rows in batch.items()}
 
     def _on_mesh(self, array: jax.Array) -> jax.Array:
-        """What has no place on the mesh yet (counters) goes to every device."""
+        """An array that has no place on the mesh yet (a counter), copied to every device."""
         if len(array.sharding.device_set) == self.mesh.size:
             return array
         return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec()))
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows over the axes that hold rows; the same for every array of a batch."""
+    """The sharding of every array of a batch: its rows over the mesh axes `sharding.BATCH`."""
     return NamedSharding(mesh, PartitionSpec(sharding.BATCH))
 
 

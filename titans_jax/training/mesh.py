@@ -11,7 +11,7 @@ from titans_jax.config import Config, ConfigError
 from titans_jax.layers.feed_forward import hidden_width
 
 
-def mesh_of(config: Config, devices: list | None = None) -> jax.sharding.Mesh:
+def mesh_of(config: Config, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
     """The mesh that config.mesh describes, over all devices or those given.
 
     Raises:

@@ -8,13 +8,15 @@ from typing import Any
 import jax
 from tensorboardX import SummaryWriter
 
+from titans_jax.plots import figure
+
 
 class MetricsWriter:
     """Appends lines to `run_dir`/metrics.jsonl and scalars to its TensorBoard events.
 
     A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}. Lines later
-    than step `after` are dropped first: a resumed run writes them again, with the same numbers. Of several processes
-    the first one writes.
+    than step `after` are dropped first: a resumed run repeats them, with the same numbers. Only the first of several
+    processes writes.
     """
 
     def __init__(self, run_dir: Path, after: int):
@@ -30,7 +32,7 @@ class MetricsWriter:
         self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after + 1)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """One line, and one scalar per number; a list's numbers become name/0, name/1, ..."""
+        """Write one line, and one scalar per number; a list's numbers become name/0, name/1, ..."""
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
@@ -62,24 +64,18 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def plot_losses(run_dir: Path) -> None:
     """Draw `run_dir`/loss.png: training and validation loss in bits per byte over the steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lines = list(read_metrics(run_dir))
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for kind, style in (("train", {"color": "tab:blue", "linewidth": 1}), ("validation", {"color": "tab:red"})):
-        points = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == kind]
-        if points:
-            marker = {"marker": "o", "markersize": 4} if kind == "validation" or len(points) == 1 else {}
-            axes.plot(*zip(*points, strict=True), label=kind, **style, **marker)
-    values = sorted(line["bits_per_byte"] for line in lines if "bits_per_byte" in line)
-    if values and values[-1] > 2 * values[len(values) // 2]:
-        axes.set_yscale("log")  # the first steps would flatten everything after them
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set(xlabel="step", ylabel="loss (bits per byte)", title=run_dir.name)
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.savefig(run_dir / "loss.png", dpi=120)
+    with figure(run_dir / "loss.png", width=7, height=4.2, dpi=120) as axes:
+        for kind, style in (("train", {"color": "tab:blue", "linewidth": 1}), ("validation", {"color": "tab:red"})):
+            points = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == kind]
+            if points:
+                marker = {"marker": "o", "markersize": 4} if kind == "validation" or len(points) == 1 else {}
+                axes.plot(*zip(*points, strict=True), label=kind, **style, **marker)
+        values = sorted(line["bits_per_byte"] for line in lines if "bits_per_byte" in line)
+        if values and values[-1] > 2 * values[len(values) // 2]:
+            axes.set_yscale("log")  # the first steps would flatten everything after them
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set(xlabel="step", ylabel="loss (bits per byte)", title=run_dir.name)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()

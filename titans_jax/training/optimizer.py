@@ -9,7 +9,7 @@ from titans_jax.config import OptimizerConfig
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of `steps` steps (papers.md 2.1)."""
+    """The optimizer of a run of `steps` steps: the recipe of Gated DeltaNet (arXiv 2412.06464), as in Titans 5.1."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -47,7 +47,7 @@ def decays(path: tuple[Any, ...]) -> bool:
     """Whether the parameter at this tree path is a matrix that multiplies activations.
 
     Goes by name, not by rank, because stacked layers give every parameter a leading axis. Not decayed: norm scales,
-    biases, convolution taps, persistent tokens, the embedding (a look-up: decay would only shrink rare tokens), and
+    biases, convolution kernels, persistent tokens, the embedding (a look-up: decay would only shrink rare tokens), and
     the memory's start (its fast weights before the first token): its forgetting is what the retention gate learns.
     """
     names = [entry.key for entry in path]

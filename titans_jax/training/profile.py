@@ -9,7 +9,7 @@ import jax
 class Profile:
     """Traces the steps of a range into a folder; call `step` before each of them.
 
-    Of several processes the first one traces its own devices. Every step carries its number in the trace.
+    Only the first of several processes traces, its own devices. Every step carries its number in the trace.
     """
 
     def __init__(self, steps: range, folder: Path):
@@ -17,7 +17,11 @@ class Profile:
         self._folder, self._tracing = folder, False
 
     def step(self, number: int, state: Any) -> jax.profiler.StepTraceAnnotation:
-        """The annotation to run step `number` in. state: what the step before it computes, waited for where needed."""
+        """The annotation to run step `number` in.
+
+        Args:
+          state: what the step before it computes, waited for where tracing starts or stops.
+        """
         if self._tracing != (number in self._steps):
             jax.block_until_ready(state)  # a step belongs to the trace as a whole or not at all
             self._stop() if self._tracing else self._start()

@@ -1,8 +1,9 @@
-"""What a run tells the person who watches it: a progress bar on a terminal, plain lines elsewhere."""
+"""What a run tells the person at its terminal: a progress bar there, plain lines in a file or pipe."""
 
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,38 +26,41 @@ class TrainingStopped(TitansError, RuntimeError):
     exit_code = 1
 
 
+@dataclass(frozen=True)
+class RunDescription:
+    """What a report knows about its run."""
+
+    steps: int
+    """The last step."""
+    start: int
+    """The step that the run resumes from, 0 for a new one."""
+    log_every: int
+    """Steps from one line of metrics to the next."""
+    learning_rate: Callable[[int], jax.typing.ArrayLike]
+    """The schedule, by updates already made."""
+    bytes_per_token: float
+    """Mean over the training text; turns nats per token into bits per byte."""
+    flops_per_token: float
+    """Operations that training on one token costs."""
+    peak_flops: float | None
+    """Operations a second that the devices could do; None where unknown."""
+
+
 class Report:
-    """Follows the steps of a run.
+    """Reports the steps of a run: metrics, speed and time left.
 
     The metrics of a step are read one step later, so that the device already works on the next one.
 
-    steps, start: last step of the run, and the step it resumes from.
-    learning_rate: the schedule, by updates already made.
-    bytes_per_token: of the training text, turns nats per token into bits per byte.
-    flops_per_token, peak_flops: operations a token costs in training, and what the devices could do in a second.
-    goodput: told how long every step took.
+    Args:
+      console, writer: where lines for people and metrics go.
+      goodput: told how long every step took.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        writer: MetricsWriter,
-        *,
-        steps: int,
-        start: int,
-        log_every: int,
-        learning_rate: Callable[[int], jax.typing.ArrayLike],
-        bytes_per_token: float,
-        flops_per_token: float,
-        peak_flops: float | None,
-        goodput: Goodput,
-    ):
-        self._console, self._writer, self._log_every, self._steps = console, writer, log_every, steps
-        self._learning_rate = learning_rate
-        self._bits = 1 / (math.log(2) * bytes_per_token)
-        self._flops_per_token, self._peak_flops, self._goodput = flops_per_token, peak_flops, goodput
+    def __init__(self, console: Console, writer: MetricsWriter, goodput: Goodput, run: RunDescription):
+        self._console, self._writer, self._goodput, self._run = console, writer, goodput, run
+        self._bits = 1 / (math.log(2) * run.bytes_per_token)
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
-        self._begun = 0.0  # when the device could begin with the pending step: compiled, and the one before it done
+        self._started = 0.0  # when the device could start the pending step: compiled, and the one before it done
         self._mark: float | None = None  # when the last step was done; None: do not time the next one
         self._seconds, self._tokens = 0.0, 0.0
         self._bar = Progress(
@@ -67,18 +71,18 @@ class Report:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=steps, completed=start, text="compiling")
+        self._task = self._bar.add_task("", total=run.steps, completed=run.start, text="compiling")
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Take the metrics of a step that was just started.
+        """Take the metrics of a step that was just started: {"loss", "grad_norm", "tokens"}, scalars.
 
         Raises:
           TrainingStopped: the loss or the gradient norm of the step before it was not finite.
         """
-        begun = time.monotonic()
+        now = time.monotonic()
         self.flush()
         self._pending = (step, metrics)
-        self._begun = begun if self._mark is None else self._mark
+        self._started = now if self._mark is None else self._mark
 
     def flush(self) -> None:
         """Read the metrics of the last step; raises as `step`."""
@@ -96,33 +100,33 @@ class Report:
         if self._mark is not None:
             self._seconds, self._tokens = self._seconds + now - self._mark, self._tokens + metrics["tokens"]
         self._mark = now
-        self._goodput.add(now - self._begun)
+        self._goodput.add(now - self._started)
         speed = self._tokens / self._seconds if self._seconds else None
         bits_per_byte = metrics["loss"] * self._bits
         text = f"loss {metrics['loss']:.4f}  {bits_per_byte:.3f} bits/byte"
         text += f"  {speed:,.0f} tokens/s" if speed else ""
         self._bar.update(self._task, completed=step, text=text)
-        if step % self._log_every == 0 or step == self._steps:
+        if step % self._run.log_every == 0 or step == self._run.steps:
             line = {
                 "loss": metrics["loss"],
                 "bits_per_byte": bits_per_byte,
                 "grad_norm": metrics["grad_norm"],
-                "learning_rate": float(self._learning_rate(step - 1)),
+                "learning_rate": float(self._run.learning_rate(step - 1)),
                 "tokens": metrics["tokens"],
                 "goodput": self._goodput.share(),
             }
             if speed:
-                line |= {"tokens_per_second": speed, "flops_per_second": speed * self._flops_per_token}
-                if self._peak_flops:
-                    line["share_of_peak_flops"] = line["flops_per_second"] / self._peak_flops
+                line |= {"tokens_per_second": speed, "flops_per_second": speed * self._run.flops_per_token}
+                if self._run.peak_flops:
+                    line["share_of_peak_flops"] = line["flops_per_second"] / self._run.peak_flops
             self._writer.write("train", step, line)
             if not self._console.is_terminal:
-                seconds_left = (self._steps - step) * metrics["tokens"] / speed if speed else None
-                self.say(f"step {step}/{self._steps}  {text}" + (f"  eta {seconds_left:,.0f} s" if speed else ""))
+                seconds_left = (self._run.steps - step) * metrics["tokens"] / speed if speed else None
+                self.say(f"step {step}/{self._run.steps}  {text}" + (f"  eta {seconds_left:,.0f} s" if speed else ""))
             self._seconds, self._tokens = 0.0, 0.0
 
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """A line of metrics.jsonl that is not about training speed."""
+        """Write a line of metrics.jsonl that is not about training speed."""
         self._writer.write(kind, step, values)
 
     def pause(self) -> None:
@@ -130,7 +134,7 @@ class Report:
         self._mark = None
 
     def say(self, text: str) -> None:
-        """One line for the person, above the bar."""
+        """Print one line for the person, above the bar."""
         say(self._console, text)
 
     def __enter__(self) -> "Report":

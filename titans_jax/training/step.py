@@ -44,7 +44,7 @@ def _train_step(
     params = state["params"]
     grad_fn = jax.value_and_grad(functools.partial(loss_sum, graphdef), has_aux=True)
 
-    def microbatch(carry, batch):
+    def microbatch(carry: tuple[jax.Array, jax.Array, Any], batch: Batch) -> tuple[Any, None]:
         (loss, tokens), grads = grad_fn(params, batch)
         return jax.tree.map(jnp.add, carry, (loss, tokens, grads)), None
 

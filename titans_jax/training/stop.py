@@ -17,7 +17,7 @@ class StopRequest:
     numbers of older steps, after which it may stop processes at different steps; here the processes vote instead.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         # Python allows handlers in the main thread only; elsewhere the caller owns the signals.
         in_main_thread = threading.current_thread() is threading.main_thread()
         self._signals = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
