@@ -1,6 +1,5 @@
-"""The kernel of a memory's inputs in interpret mode against the plain form; on four devices; compiled for TPUs."""
+"""The kernel of a memory's features in interpret mode against plain JAX; on four devices; compiled for TPUs."""
 
-import dataclasses
 import functools
 import os
 
@@ -8,63 +7,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests import child
 from titans_jax import sharding
-from titans_jax.config import ModelConfig
-from titans_jax.layers import CausalConvolution, convolution_pallas
+from titans_jax.layers import convolution_pallas
+from titans_jax.layers.convolution import FEATURES, features_pallas, features_xla
+from titans_jax.layers.convolution_pallas import FeatureOptions
 from titans_jax.layers.document_layout import find_documents
+from titans_jax.layers.implementations import dispatch
+from titans_jax.ops import backend
 
 BATCH, TIME, TAPS = 2, 192, 4
-CONFIG = ModelConfig(dim=8, num_heads=2, head_dim=4, depth=1, dtype="float32", conv_size=TAPS)
 
 
-def operands(channels, dtype=jnp.float32):
+def operands(channels, dtype=jnp.float32, time=TIME, taps=TAPS):
     """x, the rows before it, those before a document, the kernel, and a cotangent."""
     random = np.random.default_rng(0)
-    shapes = [(BATCH, TIME, channels), (BATCH, TAPS - 1, channels), (TAPS - 1, channels), (TAPS, channels)]
+    shapes = [(BATCH, time, channels), (BATCH, taps - 1, channels), (taps - 1, channels), (taps, channels)]
     *rows, kernel = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes)
     return [x.astype(dtype) for x in rows] + [kernel], jnp.asarray(random.normal(size=shapes[0]), dtype)
 
 
 def documents():
-    """Of few tokens, on both sides of a strip's border; the first row's first began before."""
+    """Of few tokens, on both sides of a strip's end; the first row's first one started before the row."""
     ids = np.repeat(np.arange(1, 9), [62, 1, 2, 61, 2, 1, 30, 33])
     return find_documents(jnp.asarray(np.stack([ids, np.roll(ids, 5)]), jnp.int32))
 
 
-@functools.cache
-def convolution(dtype):
-    return nnx.split(CausalConvolution(dataclasses.replace(CONFIG, dtype=dtype), 1, rngs=nnx.Rngs(0)))
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
+def value_and_gradients(implementation, operands, cotangent, packed, unit_norm, activation=True):
+    """Features, and gradients of all operands."""
+    options = FeatureOptions(activation, unit_norm, cotangent.dtype)
+
+    def features(x, tail, initial_tail, kernel):
+        return implementation(options, x, tail, kernel, *((documents(), initial_tail) if packed else ()))
+
+    y, pull = jax.vjp(features, *operands)
+    return y, pull(cotangent)
 
 
-def answers(operands, cotangent, packed, unit_norm, activation=True):
-    """Features, the next tail, and gradients of all operands."""
-    graph, params = convolution(cotangent.dtype.name)
-
-    @jax.jit
-    def run(operands):
-        def features(x, tail, initial_tail, kernel):
-            layer = nnx.merge(graph, jax.tree.map(lambda _: kernel, params))
-            history = (documents(), initial_tail) if packed else ()
-            return layer.features(x, tail, *history, activation=activation, unit_norm=unit_norm)
-
-        y, pull, tail = jax.vjp(features, *operands, has_aux=True)
-        return y, tail, pull(cotangent)
-
-    return run(operands)
-
-
-@pytest.fixture
-def in_kernel(monkeypatch):
-    """Take the kernel, three steps of it."""
+@pytest.fixture(autouse=True)
+def three_steps(monkeypatch):
+    """A step of the kernel is one strip, so that a row is three."""
     monkeypatch.setattr(convolution_pallas, "MOST_TOKENS", convolution_pallas.STRIP)
-
-    def switch(on):
-        monkeypatch.setattr(convolution_pallas, "runs", lambda *_: on)
-
-    return switch
 
 
 @pytest.mark.parametrize(
@@ -72,53 +57,60 @@ def in_kernel(monkeypatch):
     [(256, True, 64, True), (384, False, 48, True), (128, True, None, False)],
     ids=["documents", "head_dim 48, streamed", "convolution alone"],
 )
-def test_kernel_equals_the_plain_form(channels, packed, unit_norm, activation, in_kernel):
-    found = []
-    for kernel in (True, False):
-        in_kernel(kernel)
-        found.append(answers(*operands(channels), packed, unit_norm, activation))
+def test_kernel_equals_plain_jax(channels, packed, unit_norm, activation):
+    arguments = *operands(channels), packed, unit_norm, activation
+    found = [value_and_gradients(implementation, *arguments) for implementation in (features_pallas, features_xla)]
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 
-def test_bfloat16_is_rounded_once(in_kernel):
+def test_bfloat16_is_rounded_once():
     """The kernel computes in float32: it is as near as its result's last digit to what float32 gives."""
     exact, cotangent = operands(128, jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (exact, cotangent))
-    in_kernel(True)
-    y, _, (d_x, *_) = answers(exact, cotangent, False, 64)
-    in_kernel(False)
-    wanted, _, (d_wanted, *_) = answers(*wide, False, 64)
+    y, (d_x, *_) = value_and_gradients(features_pallas, exact, cotangent, False, 64)
+    wanted, (d_wanted, *_) = value_and_gradients(features_xla, *wide, False, 64)
     np.testing.assert_allclose(y.astype(jnp.float32), wanted, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(d_x.astype(jnp.float32), d_wanted, rtol=2**-8, atol=1e-5)
 
 
-def test_which_shapes_it_takes(monkeypatch):
-    monkeypatch.setattr(convolution_pallas, "target_platform", lambda: "tpu")
-    assert convolution_pallas.runs(64, 768, 4, 48) and convolution_pallas.runs(2048, 1024, 8, None)
-    assert not convolution_pallas.runs(1, 1024, 4, 64)  # one token
-    assert not convolution_pallas.runs(64, 384, 4, 80)  # 640 channels would hold whole heads of 80
-    assert not convolution_pallas.runs(64, 1024, 1, 64)  # nothing to convolve
-    assert not convolution_pallas.runs(64, 1024, 10, 64)
+@pytest.fixture
+def for_tpu(monkeypatch):
+    """Implementations are chosen as for a TPU."""
+    monkeypatch.setattr(convolution_pallas, "current_backend", lambda: backend.TPU)
+
+
+@pytest.mark.parametrize("width, channels", [(48, 768), (64, 1024), (96, 1536), (256, 2048)])
+def test_the_papers_sizes_run_in_the_kernel(for_tpu, width, channels):
+    (x, tail, _, kernel), _ = operands(channels, jnp.bfloat16, time=128)
+    options = FeatureOptions(True, width, jnp.bfloat16)
+    chosen = next(each for each in FEATURES if each.supports(options, x, tail, kernel))
+    assert chosen.name == "pallas"
+
+
+@pytest.mark.parametrize("time, channels, taps, width", [
+    (1, 256, 4, 64), (65, 256, 4, 64), (64, 240, 4, 80), (64, 96, 4, 48), (64, 128, 1, 64), (64, 128, 10, 64),
+    (64, 384, 8, 48),
+])  # fmt: skip
+def test_every_shape_has_an_implementation_that_gives_the_same(for_tpu, time, channels, taps, width):
+    """One token as in decoding, no whole strip, heads that fill no registers, nothing or much to convolve."""
+    (x, tail, _, kernel), _ = operands(channels, time=time, taps=taps)
+    options = FeatureOptions(True, width, jnp.float32)
+    y = dispatch(FEATURES, options, x, tail, kernel)
+    np.testing.assert_allclose(y, features_xla(options, x, tail, kernel), atol=1e-5)
 
 
 MESH = """
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
-import test_fused_convolution as t
+import test_convolution_pallas as t
 from titans_jax import sharding
 
-found = []
-t.convolution("float32")
-for kernel in (True, False):
-    t.fused_convolution.runs = lambda *_: kernel
-    if kernel:
-        with sharding.use_mesh(sharding.make_mesh(fsdp=2, tensor=2)):
-            found.append(t.answers(*t.operands(256), True, 64))
-    else:
-        found.append(t.answers(*t.operands(256), True, 64))
-for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+with sharding.use_mesh(sharding.make_mesh(fsdp=2, tensor=2)):
+    found = t.value_and_gradients(t.features_pallas, *t.operands(256), True, 64)
+expected = t.value_and_gradients(t.features_xla, *t.operands(256), True, 64)
+for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5 * float(abs(b).max()))
 """
 
@@ -142,12 +134,12 @@ def test_compiles_for_a_tpu_that_is_not_here(topology, head_dim, dtype):
     from titans_jax.tpu.hlo import Program
     from titans_jax.tpu.topology import describe, find_topology
 
-    convolution(dtype)
     mesh = sharding.make_mesh(devices=describe(find_topology(topology))[:1])
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     held = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
     inputs = jax.tree.map(held, operands(16 * head_dim, jnp.dtype(dtype)))
+    run = functools.partial(dispatch, FEATURES)
     with sharding.use_mesh(mesh):
-        program = jax.jit(lambda *a: answers(*a, True, head_dim)).lower(*inputs).compile()
+        program = jax.jit(lambda *a: value_and_gradients(run, *a, True, head_dim)).lower(*inputs).compile()
     names = {call.name.split(".")[0] for call, _ in Program(program.as_text()).kernels()}
     assert len(names) == 2 and all("features" in name for name in names)

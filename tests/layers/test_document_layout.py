@@ -1,4 +1,4 @@
-"""Finding documents in segment ids, and laying rows out on a grid."""
+"""Finding documents in segment ids, and rearranging rows so that documents are aligned."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +24,7 @@ def test_aligned():
 
 
 @pytest.mark.parametrize("granularity", [1, 4])
-def test_relay_puts_every_document_on_the_grid_and_back(granularity):
+def test_relay_aligns_every_document_and_brings_it_back(granularity):
     length, tokens = 20, jnp.arange(22, dtype=jnp.int32).reshape(2, 11) + 100
     layout = relay(find_documents(IDS), granularity, length)
     assert layout.fits.all()

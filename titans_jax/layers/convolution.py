@@ -1,4 +1,4 @@
-"""Causal depthwise convolution with an explicit history, and what a memory's inputs have behind it."""
+"""Causal depthwise convolution with an explicit history, and the features of a memory's inputs that come after it."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +7,16 @@ from jax.nn import initializers
 
 from titans_jax.config import ModelConfig
 from titans_jax.layers import convolution_pallas
+from titans_jax.layers.convolution_pallas import FeatureOptions
 from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.implementations import Implementation, dispatch
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.sharding import logical
 
 
 class CausalConvolution(nnx.Module):
-    """y_t = sum_lag kernel[lag] * x_{t - lag}, one kernel of `config.conv_size` taps per channel (papers.md 1.5).
+    """y_t = sum_lag kernel[lag] * x_{t - lag}, one kernel of `config.conv_size` taps per channel (Titans section 4.4).
 
     The rows before the first one come in as `tail`, [batch, conv_size - 1, channels], oldest first, and the last rows
     go out as the next tail, so any split of a sequence gives the same numbers.
@@ -30,22 +32,10 @@ class CausalConvolution(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Convolve [batch, time, channels]; also returns the next tail.
 
-        Documents, when given, begin with `initial_tail` [conv_size - 1, channels] as their history.
+        Documents, when given, start with `initial_tail` [conv_size - 1, channels] as their history.
         """
-        time = x.shape[1]
-        kernel = self.kernel[...].astype(self.dtype)[:, None, None]
-        rows = jnp.concatenate([tail, x], axis=1)
-        y = jnp.zeros_like(x)
-        for lag in range(self.size):
-            begin = self.size - 1 - lag
-            past = rows[:, begin : begin + time]
-            if documents is not None:
-                past = jnp.where((documents.positions >= lag)[..., None], past, 0)
-            y = y + kernel[lag] * past
-        if documents is not None:
-            at_first = jax.nn.one_hot(documents.positions, self.size - 1, dtype=self.dtype)
-            y = y + at_first @ self._history(initial_tail)
-        return y, rows[:, time:]
+        kernel = self.kernel[...].astype(self.dtype)
+        return convolve(x, tail, kernel, documents, initial_tail), next_tail(x, tail)
 
     def features(
         self,
@@ -57,31 +47,92 @@ class CausalConvolution(nnx.Module):
         activation: bool,
         unit_norm: int | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve x, apply SiLU if `activation`, and bring parts of `unit_norm` channels to unit norm; else as a call.
+        """Convolve x, apply SiLU if `activation`, and bring parts of `unit_norm` channels to unit norm.
 
-        On TPUs this is one kernel where the shapes allow (`convolution_pallas`), which computes in float32.
+        Arguments and results are otherwise those of a call.
         """
-        batch, time, channels = x.shape
-        if convolution_pallas.runs(time, channels, self.size, unit_norm):
-            if documents is None:
-                positions = jnp.full((batch, time), self.size, jnp.int32)  # all history is in the tail
-                history = jnp.zeros_like(tail[0])
-            else:
-                positions, history = documents.positions, self._history(initial_tail)
-            options = convolution_pallas.Features(activation, unit_norm)
-            y = convolution_pallas.features(options, x, tail, positions, self.kernel[...], history)
-            return y, x[:, time - tail.shape[1] :]
-        y, tail = self(x, tail, documents, initial_tail)
-        y = jax.nn.silu(y) if activation else y
-        if unit_norm is not None:
-            y = l2_normalize(y.reshape(batch, time, -1, unit_norm)).reshape(y.shape)
-        return y, tail
+        options = FeatureOptions(activation, unit_norm, self.dtype)
+        y = dispatch(FEATURES, options, x, tail, self.kernel[...], documents, initial_tail)
+        return y, next_tail(x, tail)
 
-    def _history(self, initial_tail: jax.Array) -> jax.Array:
-        """What the initial tail adds to a document's first conv_size - 1 tokens, [conv_size - 1, channels]."""
-        kernel, history = self.kernel[...].astype(self.dtype), self.size - 1
-        padded = jnp.pad(initial_tail, ((0, history), (0, 0)))
-        table = jnp.zeros_like(initial_tail)
-        for lag in range(1, self.size):
-            table = table + kernel[lag : lag + 1] * padded[history - lag : 2 * history - lag]
-        return table
+
+def convolve(
+    x: jax.Array, tail: jax.Array, kernel: jax.Array, documents: Documents | None, initial_tail: jax.Array | None
+) -> jax.Array:
+    """`CausalConvolution` of x [batch, time, channels] with the kernel [conv_size, channels], the newest tap first."""
+    time, size = x.shape[1], len(kernel)
+    rows = jnp.concatenate([tail, x], axis=1)
+    y = jnp.zeros_like(x)
+    for lag in range(size):
+        past = rows[:, size - 1 - lag : size - 1 - lag + time]
+        if documents is not None:
+            past = jnp.where((documents.positions >= lag)[..., None], past, 0)
+        y = y + kernel[lag][None, None] * past
+    if documents is not None:
+        is_position = jax.nn.one_hot(documents.positions, size - 1, dtype=kernel.dtype)
+        y = y + is_position @ history_of_documents(kernel, initial_tail)
+    return y
+
+
+def history_of_documents(kernel: jax.Array, initial_tail: jax.Array) -> jax.Array:
+    """What the initial tail adds to a document's first conv_size - 1 tokens, [conv_size - 1, channels]."""
+    history = len(kernel) - 1
+    padded = jnp.pad(initial_tail, ((0, history), (0, 0)))
+    table = jnp.zeros_like(initial_tail)
+    for lag in range(1, len(kernel)):
+        table = table + kernel[lag : lag + 1] * padded[history - lag : 2 * history - lag]
+    return table
+
+
+def next_tail(x: jax.Array, tail: jax.Array) -> jax.Array:
+    """The last rows of [tail | x], as many as the tail has."""
+    time, size = x.shape[1], tail.shape[1]
+    return x[:, time - size :] if time >= size else jnp.concatenate([tail[:, time:], x], axis=1)
+
+
+def features_xla(
+    options: FeatureOptions,
+    x: jax.Array,
+    tail: jax.Array,
+    kernel: jax.Array,
+    documents: Documents | None = None,
+    initial_tail: jax.Array | None = None,
+) -> jax.Array:
+    """The features [batch, time, channels] of x in plain JAX, in `options.dtype`."""
+    y = convolve(x, tail, kernel.astype(options.dtype), documents, initial_tail)
+    y = jax.nn.silu(y) if options.activation else y
+    if options.unit_norm is not None:
+        y = l2_normalize(y.reshape(*y.shape[:2], -1, options.unit_norm)).reshape(y.shape)
+    return y
+
+
+def features_pallas(
+    options: FeatureOptions,
+    x: jax.Array,
+    tail: jax.Array,
+    kernel: jax.Array,
+    documents: Documents | None = None,
+    initial_tail: jax.Array | None = None,
+) -> jax.Array:
+    """`features_xla` as one TPU kernel, computed in float32."""
+    if documents is None:
+        positions = jnp.full(x.shape[:2], len(kernel), jnp.int32)  # all history is in the tail
+        history = jnp.zeros_like(tail[0])
+    else:
+        positions = documents.positions
+        history = history_of_documents(kernel.astype(options.dtype), initial_tail)
+    return convolution_pallas.features(options, x, tail, positions, convolution_pallas.Taps(kernel, history))
+
+
+def _kernel_supports(
+    options: FeatureOptions,
+    x: jax.Array,
+    tail: jax.Array,
+    kernel: jax.Array,
+    documents: Documents | None = None,
+    initial_tail: jax.Array | None = None,
+) -> bool:
+    return convolution_pallas.supports(options, *x.shape[1:], conv_size=len(kernel))
+
+
+FEATURES = (Implementation("pallas", features_pallas, _kernel_supports), Implementation("xla", features_xla))

@@ -1,8 +1,8 @@
-"""Packed documents: where each begins, and how rows are laid out again so that each begins on the memory's grid.
+"""Packed documents: where each starts, and how rows are rearranged so that each starts at a multiple of chunks.
 
 A row may hold several documents, told apart by `segment_ids` (0 is padding). A chunk of the memory (a segment of MAC)
-never spans two documents, so documents begin at multiples of a granularity. The data pipeline cuts rows so; rows cut
-in any other way are laid out again in a few more slots (`relay`), and read back in the order they came.
+never spans two documents, so documents start at multiples of a granularity. The data pipeline packs rows so; rows
+packed in any other way are rearranged in a few more slots (`relay`), and read back in the order they came.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """What every token knows about its document; all [batch, time].
+    """The document of every token; all [batch, time].
 
     starts: bool, the document's first token. mask: bool, False at padding. positions: int32, tokens since the
-    document's start. index: int32, number of the document in its row; padding counts to the document it follows.
+    document's start. index: int32, number of the document in its row; padding counts to the document before it.
     """
 
     starts: jax.Array
@@ -37,7 +37,7 @@ def find_documents(segment_ids: jax.Array) -> Documents:
 
 
 def aligned(documents: Documents, granularity: int) -> jax.Array:
-    """bool [batch]: every document of the row begins at a multiple of `granularity`."""
+    """Whether every document of a row starts at a multiple of `granularity`, bool [batch]."""
     time = jnp.arange(documents.starts.shape[1], dtype=jnp.int32)[None]
     return jnp.all(~documents.starts | (time % granularity == 0), axis=1)
 
@@ -45,14 +45,14 @@ def aligned(documents: Documents, granularity: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Relay:
-    """A second layout of rows. `slots`: int32 [batch, time], where each token goes. `fits`: bool [batch], all do."""
+    """A second layout of rows. slots: int32 [batch, time], where each token goes. fits: bool [batch], all do."""
 
     slots: jax.Array
     fits: jax.Array
 
 
 def relay(documents: Documents, granularity: int, length: int) -> Relay:
-    """Slots in rows of `length` such that every document begins at a multiple of `granularity`, in the same order.
+    """Slots in rows of `length` such that every document starts at a multiple of `granularity`, in the same order.
 
     Padding goes nowhere (its slot is `length`).
     """
@@ -67,11 +67,11 @@ def relay(documents: Documents, granularity: int, length: int) -> Relay:
 
 
 def scatter(relay: Relay, rows: jax.Array, length: int) -> jax.Array:
-    """[batch, time] tokens or ids into their slots, [batch, length]; empty slots hold 0."""
+    """Put tokens or ids [batch, time] into their slots, [batch, length]; empty slots hold 0."""
     place = lambda slots, row: jnp.zeros((length,), row.dtype).at[slots].set(row, mode="drop")  # noqa: E731
     return jax.vmap(place)(relay.slots, rows)
 
 
 def gather(relay: Relay, x: jax.Array) -> jax.Array:
-    """[batch, length, dim] back to the order of the tokens, [batch, time, dim]."""
+    """Bring x [batch, length, dim] back to the order of the tokens, [batch, time, dim]."""
     return jnp.take_along_axis(x, jnp.minimum(relay.slots, x.shape[1] - 1)[..., None], axis=1)

@@ -7,6 +7,7 @@ from titans_jax.config import ModelConfig
 from titans_jax.layers.projections import projection
 
 HIDDEN_MULTIPLE = 64
+"""The default hidden width is a multiple of this, which matrix units and shards divide."""
 
 
 def hidden_width(config: ModelConfig) -> int:
@@ -15,7 +16,7 @@ def hidden_width(config: ModelConfig) -> int:
 
 
 class FeedForward(nnx.Module):
-    """(silu(x W_gate) * (x W_up)) W_down, [..., dim] -> [..., dim] (Shazeer 2020, SwiGLU)."""
+    """(silu(x W_gate) * (x W_up)) W_down, [..., dim] -> [..., dim] (SwiGLU, arXiv 2002.05202)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         hidden = hidden_width(config)
@@ -24,4 +25,5 @@ class FeedForward(nnx.Module):
         self.down = projection(config, hidden, config.dim, ("mlp", "embed"), writes_residual=True, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., dim] -> [..., dim]."""
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

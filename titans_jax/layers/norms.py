@@ -1,15 +1,16 @@
 """RMSNorm with a learned gain of any trailing shape, and the L2 norm of queries and keys."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn import initializers
+from jax.typing import DTypeLike
 
 from titans_jax.config import ModelConfig
+from titans_jax.layers.implementations import Implementation, dispatch
 from titans_jax.layers.projections import param_dtype, wide_dtype
-from titans_jax.ops.backend import LANES, target_platform
+from titans_jax.ops.backend import current_backend
+from titans_jax.ops.platform import LANES
 from titans_jax.sharding import head_shards, logical
 
 L2_EPSILON = 1e-6
@@ -29,6 +30,7 @@ class RMSNorm(nnx.Module):
         self.epsilon = config.norm_eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [..., *shape]."""
         scale = self.scale[...]
         return normalize(x, scale.dtype, x.shape[-1], self.epsilon, scale)
 
@@ -38,35 +40,60 @@ def l2_normalize(x: jax.Array) -> jax.Array:
     return normalize(x, wide_dtype(x.dtype), 1, L2_EPSILON)
 
 
-def normalize(x: jax.Array, dtype, count: int, epsilon: float, scale: jax.Array | None = None) -> jax.Array:
-    """scale * x / sqrt(sum of squares over the last axis / count + epsilon), computed in dtype; scale [.., width]."""
-    heads_divided = head_shards() > 1
-    narrow = x.ndim > 2 and x.shape[-1] % LANES > 0 and (scale is None or scale.ndim == 2)
-    inverse_root = by_sums
-    shape = x.shape
-    if narrow and not heads_divided and target_platform() == "tpu":
-        inverse_root = functools.partial(by_products, shape[-2])
-        x, scale = side_by_side(x), None if scale is None else side_by_side(scale)
-    wide = x.astype(dtype)
-    wide = wide * inverse_root(jnp.square(wide), count, epsilon)
+def normalize(x: jax.Array, dtype: DTypeLike, count: int, epsilon: float, scale: jax.Array | None = None) -> jax.Array:
+    """scale * x / sqrt(sum of x^2 over the last axis / count + epsilon), computed in dtype, returned in x's.
+
+    Args:
+      x: [..., width].
+      scale: [..., width], axes in front of it broadcast; None is 1.
+    """
+    return dispatch(NORMALIZE, x, dtype, count, epsilon, scale)
+
+
+def normalize_rows(
+    x: jax.Array, dtype: DTypeLike, count: int, epsilon: float, scale: jax.Array | None = None
+) -> jax.Array:
+    """`normalize` by sums over the last axis."""
+    squares = jnp.square(x.astype(dtype))
+    return _scaled(x, scale, jax.lax.rsqrt(jnp.sum(squares, axis=-1, keepdims=True) / count + epsilon))
+
+
+def normalize_side_by_side(
+    x: jax.Array, dtype: DTypeLike, count: int, epsilon: float, scale: jax.Array | None = None
+) -> jax.Array:
+    """`normalize` of x [..., heads, width] with the heads side by side, their sums by products with 0/1 matrices.
+
+    A TPU would move heads that fill no register into another layout and back.
+    """
+    heads, width = x.shape[-2:]
+    flat = side_by_side(x)
+    in_head = jnp.repeat(jnp.eye(heads, dtype=dtype), width, axis=0)
+    sums = jnp.matmul(jnp.square(flat.astype(dtype)), in_head, precision="high")
+    inverse_norm = jnp.matmul(jax.lax.rsqrt(sums / count + epsilon), in_head.T, precision="high")
+    return _scaled(flat, None if scale is None else side_by_side(scale), inverse_norm).reshape(x.shape)
+
+
+def _scaled(x: jax.Array, scale: jax.Array | None, inverse_norm: jax.Array) -> jax.Array:
+    wide = x.astype(inverse_norm.dtype) * inverse_norm
     if scale is not None:
         wide = wide * jnp.expand_dims(scale, tuple(range(wide.ndim - scale.ndim)))
-    return wide.astype(x.dtype).reshape(shape)
+    return wide.astype(x.dtype)
+
+
+def _heads_fill_no_register(
+    x: jax.Array, dtype: DTypeLike, count: int, epsilon: float, scale: jax.Array | None = None
+) -> bool:
+    narrow = x.ndim > 2 and x.shape[-1] % LANES > 0 and (scale is None or scale.ndim == 2)
+    # Heads on several devices would be added up across them.
+    return narrow and head_shards() == 1 and current_backend().pallas
+
+
+NORMALIZE = (
+    Implementation("side_by_side", normalize_side_by_side, _heads_fill_no_register),
+    Implementation("rows", normalize_rows),
+)
 
 
 def side_by_side(x: jax.Array) -> jax.Array:
     """[..., heads, width] -> [..., heads * width]."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-
-
-def by_sums(squares: jax.Array, count: int, epsilon: float) -> jax.Array:
-    """1 / sqrt(sum over the last axis / count + epsilon), [..., 1]."""
-    return jax.lax.rsqrt(jnp.sum(squares, axis=-1, keepdims=True) / count + epsilon)
-
-
-def by_products(heads: int, squares: jax.Array, count: int, epsilon: float) -> jax.Array:
-    """`by_sums` of heads side by side, [..., heads * width], as products with 0/1 matrices: a TPU would move heads that
-    fill no register into another layout and back. Heads on several devices it would add up across them."""
-    of_head = jnp.repeat(jnp.eye(heads, dtype=squares.dtype), squares.shape[-1] // heads, axis=0)
-    total = jnp.matmul(squares, of_head, precision="high")
-    return jnp.matmul(jax.lax.rsqrt(total / count + epsilon), of_head.T, precision="high")

@@ -1,4 +1,4 @@
-"""Persistent tokens: learned, input-independent vectors in front of a layer's sequence (papers.md 1.7)."""
+"""Persistent tokens: learned, input-independent vectors in front of a layer's sequence (Titans eq 19)."""
 
 import jax
 from flax import nnx

@@ -12,12 +12,12 @@ INIT_STDDEV = 0.02
 
 
 def compute_dtype(config: ModelConfig) -> DTypeLike:
-    """Of activations and matmul operands: `config.dtype`."""
+    """The dtype of activations and matmul operands: `config.dtype`."""
     return jnp.dtype(config.dtype)
 
 
 def param_dtype(config: ModelConfig) -> DTypeLike:
-    """Of parameters, memory state, norms, softmax and logits: float32, or float64 when activations are."""
+    """The dtype of parameters, memory state, norms, softmax and logits: float32, or float64 when activations are."""
     return wide_dtype(compute_dtype(config))
 
 

@@ -7,9 +7,8 @@ import pytest
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention.layer import Attention
-from titans_jax.layers.attention.rotary import rotate
-from titans_jax.layers.attention.xla import KeyValues, blocked_attention
+from titans_jax.layers.attention import Attention, KeyValues, rotate
+from titans_jax.layers.attention.xla import blocked_attention
 from titans_jax.layers.document_layout import find_documents
 
 BATCH, HEADS, HEAD_DIM = 2, 2, 4
@@ -124,11 +123,11 @@ def test_layer_extends_as_it_reads_whole(window, split):
         layer = Attention(CONFIG, window, rngs=nnx.Rngs(0))
         x, persistent = jnp.array(rows(0, BATCH, 13, 8)), jnp.array(rows(1, 3, 8))
         whole, _ = layer(x, persistent=persistent)
-        state, parts, begin = layer.init_state(BATCH, 16, persistent), [], 0
+        state, parts, start = layer.init_state(BATCH, 16, persistent), [], 0
         for size in split:
-            y, state = layer(x[:, begin : begin + size], state)
+            y, state = layer(x[:, start : start + size], state)
             parts.append(y)
-            begin += size
+            start += size
         np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=1e-12)
 
 

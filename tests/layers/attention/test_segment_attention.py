@@ -11,25 +11,15 @@ import pytest
 import test_splash
 
 from tests import child
-from titans_jax.layers.attention.layer import segment_attention
 from titans_jax.layers.attention.segment_pallas import fused_segment_attention
-from titans_jax.layers.attention.splash import splash_masked_attention
-from titans_jax.layers.attention.xla import KeyValues
+from titans_jax.layers.attention.splash import splash_segment_attention
+from titans_jax.layers.attention.xla import KeyValues, segment_attention
 
 BATCH = 2
 NAMES = ("output", "queries", "h keys", "h values", "x keys", "x values", "P keys", "P values")
 
 
-def masked(queries, context, prefix):
-    """The kernel for long segments, under the mask of this one."""
-    time = queries.shape[1]
-    causal = np.tril(np.ones((time, time), bool))
-    visible = np.concatenate([causal, causal, np.ones((time, prefix.keys.shape[1]), bool)], axis=1)
-    past = KeyValues(*(jnp.concatenate(parts, axis=1) for parts in zip(*context, prefix, strict=True)))
-    return splash_masked_attention(queries, past, visible, interpret=True)
-
-
-FORMS = {"fused": fused_segment_attention, "splash": masked}
+KERNELS = {"fused": fused_segment_attention, "splash": splash_segment_attention}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -65,10 +55,26 @@ CASES = [
 @pytest.mark.parametrize("form, time, heads, head_dim, num_prefix", CASES)
 def test_equals_plain_attention(form, time, heads, head_dim, num_prefix, dtype, tolerance):
     exact = operands(time, heads, head_dim, num_prefix)
-    actual = value_and_gradients(FORMS[form], [x.astype(dtype) for x in exact])
+    actual = value_and_gradients(KERNELS[form], [x.astype(dtype) for x in exact])
     for name, a, b in zip(NAMES, actual, value_and_gradients(segment_attention, exact), strict=True):
         error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)
         assert error < tolerance, (name, float(error))
+
+
+def test_a_token_sees_the_prefix_and_both_contexts_up_to_itself():
+    """One query, head and row of the batch at a time, in numpy float64."""
+    exact = [np.asarray(x, np.float64) for x in operands(13, 2, 4, 3)]
+    queries, h_keys, h_values, keys, values, prefix_keys, prefix_values = exact
+    expected = np.zeros_like(queries)
+    for b, t, h in np.ndindex(queries.shape[:3]):
+        seen_keys = [*prefix_keys[b, :, h], *h_keys[b, : t + 1, h], *keys[b, : t + 1, h]]
+        seen_values = [*prefix_values[b, :, h], *h_values[b, : t + 1, h], *values[b, : t + 1, h]]
+        weights = np.exp([queries[b, t, h] @ key / np.sqrt(4) for key in seen_keys])
+        expected[b, t, h] = weights @ seen_values / weights.sum()
+    with jax.enable_x64(True):
+        queries, *rows, prefix_keys, prefix_values = map(jnp.asarray, exact)
+        context, prefix = (KeyValues(*rows[:2]), KeyValues(*rows[2:])), KeyValues(prefix_keys, prefix_values)
+        np.testing.assert_allclose(segment_attention(queries, context, prefix), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("index", [0, 37])
@@ -101,8 +107,7 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from titans_jax import sharding
-from titans_jax.layers.attention.layer import segment_attention
-from titans_jax.layers.attention.xla import KeyValues
+from titans_jax.layers.attention import KeyValues, segment_attention
 
 def loss(queries, keys, values, prefix):
     context, prefix = KeyValues(keys, values), KeyValues(prefix, prefix)

@@ -43,8 +43,8 @@ def value_and_gradients(form, dtype, operands, **arguments):
 
 def documents(time):
     """Ids of documents of about 90 tokens, other ones in every row."""
-    begins = np.random.default_rng(6).random((BATCH, time)) < 1 / 90
-    return jnp.array(np.cumsum(begins, axis=1), jnp.int32)
+    starts = np.random.default_rng(6).random((BATCH, time)) < 1 / 90
+    return jnp.array(np.cumsum(starts, axis=1), jnp.int32)
 
 
 # Time 1100 is two blocks of 640, or three of 384 in a window, of which the farthest pair is skipped.
@@ -72,8 +72,7 @@ def expected(case):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_blocked_form(case, dtype, tolerance):
     exact, arguments, wanted = expected(case)
-    splash = functools.partial(splash_attention, interpret=True)
-    actual = value_and_gradients(splash, jnp.dtype(dtype), exact, **arguments)
+    actual = value_and_gradients(splash_attention, jnp.dtype(dtype), exact, **arguments)
     for name, a, b in zip(["output", "q", "k", "v", "prefix k", "prefix v"], actual, wanted, strict=True):
         error = jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)
         assert error < tolerance, (name, float(error))
@@ -85,10 +84,10 @@ def test_history_comes_before_the_queries(window, seen):
     _, keys, values, *prefix = operands(230, 48, 3)
     queries = rows(7, BATCH, 100, HEADS, 48)
 
-    def run(form, seen, **arguments):
-        return form(queries, KeyValues(keys, values), KeyValues(*prefix), window, history_seen=seen, **arguments)
+    def run(form, seen):
+        return form(queries, KeyValues(keys, values), KeyValues(*prefix), window, history_seen=seen)
 
-    actual = jax.jit(lambda seen: run(splash_attention, seen, interpret=True))(jnp.int32(seen))
+    actual = jax.jit(lambda seen: run(splash_attention, seen))(jnp.int32(seen))
     np.testing.assert_allclose(actual, run(blocked_attention, seen), atol=1e-5)
 
 
@@ -101,10 +100,9 @@ import test_splash as t
 from titans_jax import sharding
 
 exact = t.operands(200, 48, 16)
-splash = functools.partial(t.splash_attention, interpret=True)
 run = functools.partial(t.value_and_gradients, dtype=jnp.float32, operands=exact, documents=t.documents(200))
 with sharding.use_mesh(sharding.make_mesh(fsdp=2, tensor=2)):
-    actual = run(splash)
+    actual = run(t.splash_attention)
 for a, b in zip(actual, run(t.blocked_attention), strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 """
@@ -123,8 +121,7 @@ import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from titans_jax import sharding
-from titans_jax.layers.attention.layer import causal_attention
-from titans_jax.layers.attention.xla import KeyValues
+from titans_jax.layers.attention import KeyValues, causal_attention
 
 def loss(queries, keys, values, prefix, window, documents):
     y = causal_attention(queries, KeyValues(keys, values), KeyValues(prefix, prefix), window, documents=documents)

@@ -1,1 +1,12 @@
-"""Causal attention as a layer, and the implementations that compute it."""
+"""Causal attention: the layer, the two operations behind it, and their implementations.
+
+`api` says what the operations compute and which implementation runs: `xla` (plain JAX, everywhere), `splash` (JAX's TPU
+kernel) or `segment_pallas` (our own, for a segment of MAC).
+"""
+
+from titans_jax.layers.attention.api import causal_attention, segment_attention
+from titans_jax.layers.attention.layer import Attention, AttentionState
+from titans_jax.layers.attention.rotary import rotate
+from titans_jax.layers.attention.xla import KeyValues
+
+__all__ = ["Attention", "AttentionState", "KeyValues", "causal_attention", "rotate", "segment_attention"]

@@ -1,7 +1,5 @@
-"""Multi-head causal attention: full or in a sliding window, with a prefix every token sees.
+"""Multi-head causal attention as a layer: full or in a sliding window, with a prefix every token sees, and a cache.
 
-`causal_attention` is attention over a sequence, `segment_attention` inside a segment of MAC, `Attention` the layer with
-its cache.
 Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
 """
 
@@ -9,22 +7,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention import segment_pallas
+from titans_jax.layers.attention.api import causal_attention
 from titans_jax.layers.attention.rotary import rotate
-from titans_jax.layers.attention.xla import KeyValues, attend, blocked_attention
+from titans_jax.layers.attention.xla import KeyValues, attend
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.norms import side_by_side
 from titans_jax.layers.projections import compute_dtype, projection
-from titans_jax.ops.backend import target_platform
 
 
 class AttentionState(NamedTuple):
-    """What attention carries: a ring of the last keys and values, slot = position mod capacity.
+    """What attention carries: a ring buffer of the last keys and values, slot = position mod capacity.
 
     prefix: keys and values of the persistent tokens [n, h, d]; cache: [b, capacity, h, d]; position: int32 scalar,
     tokens read so far.
@@ -33,52 +29,6 @@ class AttentionState(NamedTuple):
     prefix: KeyValues
     cache: KeyValues
     position: jax.Array
-
-
-def causal_attention(
-    queries: jax.Array,
-    past: KeyValues,
-    prefix: KeyValues,
-    window: int | None = None,
-    *,
-    history_seen: int | jax.Array = 0,
-    documents: jax.Array | None = None,
-) -> jax.Array:
-    """Each query sees the prefix and the last `window` tokens, itself included, of its own document: [b, t, h, d].
-
-    On TPU the splash kernel, elsewhere blocks of plain JAX; arguments as of `blocked_attention`.
-    """
-    form = blocked_attention
-    if target_platform() == "tpu":  # imported here: an experimental part of jax, which may move
-        from titans_jax.layers.attention.splash import splash_attention as form
-    return form(queries, past, prefix, window, history_seen=history_seen, documents=documents)
-
-
-def segment_attention(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
-) -> jax.Array:
-    """Each query sees the prefix, and the rows of both contexts up to its own place: [b, t, h, d].
-
-    On TPU a kernel, if what a query sees is known while the program is traced; elsewhere plain JAX.
-
-    Args:
-      queries: [b, t, h, d], from place `index` of a segment on.
-      context: [b, s, h, d], the segment's from its first place on.
-      prefix: [b, n, h, d].
-    """
-    (time, places), seen = (rows.shape[1] for rows in (queries, context[0].keys)), prefix.keys.shape[1]
-    known = isinstance(index, int)
-    if known and time == places and segment_pallas.runs(queries, prefix):
-        return segment_pallas.fused_segment_attention(queries, context, prefix)
-    place = np.arange(places, dtype=np.int32)
-    now = index + np.arange(time, dtype=np.int32)[:, None]
-    visible = np.concatenate([place, place, np.zeros(seen, np.int32)])[None] <= now
-    past = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *context, prefix)
-    if known and target_platform() == "tpu":
-        from titans_jax.layers.attention.splash import splash_masked_attention
-
-        return splash_masked_attention(queries, past, visible)
-    return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), jnp.asarray(visible)[None])
 
 
 class Attention(nnx.Module):
@@ -108,6 +58,13 @@ class Attention(nnx.Module):
 
         Without a state this is the start of a sequence and no state is returned. A state of full attention that is
         asked for more tokens than its capacity gives NaN.
+
+        Args:
+          documents: of packed rows; only without a state.
+          persistent: tokens [n, dim] that every query sees; with a state, those given to `init_state`.
+
+        Returns:
+          [b, t, dim], and the next state.
         """
         if state is None:
             time = jnp.arange(x.shape[1], dtype=jnp.int32)
@@ -173,6 +130,6 @@ class Attention(nnx.Module):
 
 
 def _write_ring(ring: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    """`ring` [b, capacity, ...] with row t written to slot positions[t] mod capacity; the last rows win."""
+    """`ring` [b, capacity, ...] with row t of [b, t, ...] in slot positions[t] mod capacity; the last rows win."""
     capacity = ring.shape[1]
     return ring.at[:, positions[-capacity:] % capacity].set(rows[:, -capacity:], unique_indices=True)

@@ -7,7 +7,7 @@ log-sum-exps, which gives the softmax over both.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,24 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds, SplashAttentionKernel
 from jax.sharding import PartitionSpec
 
-from titans_jax.layers.attention.xla import KeyValues
-from titans_jax.ops.backend import KERNELS, LANES
+from titans_jax.layers.attention.xla import KeyValues, concatenate_time, segment_mask
+from titans_jax.ops.pallas_tpu import interpreted
+from titans_jax.ops.platform import KERNELS, LANES
 from titans_jax.sharding import BATCH, HEADS, on_devices
 
-NOWHERE = -1
-"""Document of rows that do not exist."""
+PADDING = -1
+"""Document id of rows that do not exist."""
 
 MASKED_QUERIES, MASKED_KEYS = 512, 1152
 """Queries of one step under a mask, and keys up to which it takes them all: a segment of MAC with up to 128 persistent
 tokens. Then one backward kernel does: 1.6 times fewer cycles than in blocks of 512 x 384 (v5e)."""
+
+
+class Prefix(NamedTuple):
+    """Attention to the prefix alone. outputs: [b, h, t, d]. sums: log-sum-exp of its logits, float32 [b, h, t]."""
+
+    outputs: jax.Array
+    sums: jax.Array
 
 
 def largest_block(window: int | None, row_bytes: int) -> int:
@@ -47,13 +55,8 @@ def splash_attention(
     *,
     history_seen: int | jax.Array = 0,
     documents: jax.Array | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
-    """`blocked_attention` as a TPU kernel, for float32 and bfloat16; under a mesh, each device its own rows and heads.
-
-    Args:
-      interpret: run the kernel step by step in plain JAX, on any device.
-    """
+    """`api.causal_attention` as a TPU kernel, for float32 and bfloat16; each device has its own rows and heads."""
     batch, time = queries.shape[:2]
     total = past.keys.shape[1]
     ids = None
@@ -61,26 +64,27 @@ def splash_attention(
         ids = SegmentIds(documents, documents)
     elif total > time:
         exists = jnp.arange(total, dtype=jnp.int32) >= total - time - history_seen
-        key_ids = jnp.where(exists, 0, NOWHERE).astype(jnp.int32)
+        key_ids = jnp.where(exists, 0, PADDING).astype(jnp.int32)
         ids = SegmentIds(jnp.zeros((batch, time), jnp.int32), jnp.broadcast_to(key_ids, (batch, total)))
-    attend = functools.partial(_attend, window=window, interpret=interpret)
+    attend = functools.partial(_attend, window=window)
     return _per_device(attend, PartitionSpec(None, HEADS), PartitionSpec(BATCH))(queries, past, prefix, ids)
 
 
-def splash_masked_attention(
-    queries: jax.Array, past: KeyValues, visible: np.ndarray, *, interpret: bool = False
+def splash_segment_attention(
+    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int = 0
 ) -> jax.Array:
-    """`attend` without a prefix as a TPU kernel; under a mesh, each device its own rows and heads.
+    """`api.segment_attention` as a TPU kernel, for a place in the segment that is known while the program is traced."""
+    visible = segment_mask(queries, context, prefix, index)
+    return _per_device(functools.partial(_attend_masked, visible=visible))(queries, concatenate_time(*context, prefix))
+
+
+def _per_device(attend: Callable[..., jax.Array], *specs: PartitionSpec) -> Callable[..., jax.Array]:
+    """`attend` on every device for its own rows and heads.
 
     Args:
-      visible: bool [t, s], numpy: known while the program is traced, and the same for every row of the batch.
-      interpret: as of `splash_attention`.
+      attend: a function of queries, past and further arguments.
+      specs: how those further arguments are spread.
     """
-    return _per_device(functools.partial(_attend_masked, visible=visible, interpret=interpret))(queries, past)
-
-
-def _per_device(attend: Callable, *specs: PartitionSpec) -> Callable:
-    """`attend` of queries, past and arguments of further `specs`, on every device for its own rows and heads."""
     rows = PartitionSpec(BATCH, None, HEADS)
     return on_devices(attend, (rows, rows, *specs), rows)
 
@@ -92,24 +96,25 @@ def _attend(
     ids: SegmentIds | None,
     *,
     window: int | None,
-    interpret: bool,
 ) -> jax.Array:
-    """On one device; ids: int32 [b, t] and [b, history + t], rows see keys of the same id."""
+    """`splash_attention` on one device; ids: int32 [b, t] and [b, history + t], rows see keys of the same id."""
     time, heads = queries.shape[1:3]
     history = past.keys.shape[1] - time
     largest = largest_block(window, queries.shape[-1] * queries.dtype.itemsize)
-    block_q, length = _blocks(time, largest)
+    block_q, length = _equal_blocks(time, largest)
     # Every padded query has a key at its place, its own: a row that sees nothing would divide by 0.
-    block_kv, total = _blocks(history + length, largest)
+    block_kv, total = _equal_blocks(history + length, largest)
 
     queries = _heads_first(queries * queries.shape[-1] ** -0.5, length)
     keys, values = (_heads_first(x, total) for x in past)
     if ids is not None:
-        ids = SegmentIds(*(jax.lax.pad(x, NOWHERE, _after(x, n)) for x, n in zip(ids, (length, total), strict=True)))
+        ids = SegmentIds(
+            *(jax.lax.pad(x, PADDING, _time_padding(x, n)) for x, n in zip(ids, (length, total), strict=True))
+        )
 
-    sees = None if window is None else window - 1
-    mask = splash_attention_mask.LocalMask((length, total), (sees, 0), history)
-    kernel = _kernel(mask, heads, block_q, block_kv, save_residuals=prefix.keys.shape[0] > 0, interpret=interpret)
+    before = None if window is None else window - 1
+    mask = splash_attention_mask.LocalMask((length, total), (before, 0), history)
+    kernel = _kernel(mask, heads, block_q, block_kv, save_residuals=prefix.keys.shape[0] > 0)
     if prefix.keys.shape[0] == 0:
         outputs = jax.vmap(kernel)(queries, keys, values, ids)
     else:
@@ -117,21 +122,25 @@ def _attend(
         weights = jax.nn.softmax(logits, axis=-1).astype(queries.dtype)
         prefix_outputs = jnp.einsum("bhtn,nhd->bhtd", weights, prefix.values)
         prefix_sums = jax.nn.logsumexp(logits, axis=-1)
-        outputs = _joined(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums)
+        outputs = _join_prefix(kernel, queries, KeyValues(keys, values), ids, Prefix(prefix_outputs, prefix_sums))
     return jnp.swapaxes(outputs[:, :, :time], 1, 2)
 
 
-def _attend_masked(queries: jax.Array, past: KeyValues, *, visible: np.ndarray, interpret: bool) -> jax.Array:
-    """On one device."""
+def _attend_masked(queries: jax.Array, past: KeyValues, *, visible: np.ndarray) -> jax.Array:
+    """Attention to the past [b, s, h, d] on one device.
+
+    Args:
+      visible: bool [t, s], which rows of the past each query sees, the same for every row of the batch.
+    """
     time, heads = queries.shape[1:3]
     fused = past.keys.shape[1] <= MASKED_KEYS
     most = MASKED_KEYS if fused else largest_block(None, queries.shape[-1] * queries.dtype.itemsize)
-    block_q, length = _blocks(time, MASKED_QUERIES)
-    block_kv, total = _blocks(past.keys.shape[1], most)
+    block_q, length = _equal_blocks(time, MASKED_QUERIES)
+    block_kv, total = _equal_blocks(past.keys.shape[1], most)
     seen = np.pad(visible, ((0, length - time), (0, 0)), mode="edge")  # a row that sees nothing would divide by 0
     seen = np.pad(seen, ((0, 0), (0, total - visible.shape[1])))
     mask = splash_attention_mask.NumpyMask(seen)
-    kernel = _kernel(mask, heads, block_q, block_kv, fused=fused, interpret=interpret)
+    kernel = _kernel(mask, heads, block_q, block_kv, fused=fused)
     queries = _heads_first(queries * queries.shape[-1] ** -0.5, length)
     outputs = jax.vmap(kernel)(queries, *(_heads_first(x, total) for x in past))
     return jnp.swapaxes(outputs[:, :, :time], 1, 2)
@@ -145,9 +154,13 @@ def _kernel(
     *,
     fused: bool = False,
     save_residuals: bool = False,
-    interpret: bool,
 ) -> SplashAttentionKernel:
-    """Splash under one mask for all heads; fused: one backward kernel, for keys that are one block."""
+    """Splash under one mask for all heads.
+
+    Args:
+      fused: one backward kernel, for keys that are one block.
+      save_residuals: return the log-sum-exps too.
+    """
     # Rows of 64 numbers waste half of every tile, so XLA lays activations out with time last; kernels that take them so
     # save the copies (a sixth of a layer's cycles at head_dim 64) and a third of the memory.
     time_last = splash_attention_kernel.QKVLayout.SEQ_MINOR
@@ -169,65 +182,59 @@ def _kernel(
         q_seq_shards=1,
         save_residuals=save_residuals,
         residual_checkpoint_name=KERNELS,
-        interpret=interpret,
+        interpret=interpreted(),
     )
 
 
 @jax.custom_vjp
-def _joined(
-    kernel: SplashAttentionKernel,
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    ids: SegmentIds | None,
-    prefix_outputs: jax.Array,
-    prefix_sums: jax.Array,
+def _join_prefix(
+    kernel: SplashAttentionKernel, queries: jax.Array, past: KeyValues, ids: SegmentIds | None, prefix: Prefix
 ) -> jax.Array:
-    """Attention [b, h, t, d] over the keys [b, h, s, d] that `kernel` shows and over a prefix.
-
-    Args:
-      prefix_outputs: attention to the prefix alone [b, h, t, d].
-      prefix_sums: log-sum-exp of its logits, float32 [b, h, t].
-    """
-    return _joined_forward(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums)[0]
+    """Attention [b, h, t, d] over the keys [b, h, s, d] that `kernel` shows and over a prefix."""
+    return _join_prefix_forward(kernel, queries, past, ids, prefix)[0]
 
 
-def _joined_forward(kernel, queries, keys, values, ids, prefix_outputs, prefix_sums) -> tuple[jax.Array, Any]:
-    outputs, (sums,) = jax.vmap(kernel)(queries, keys, values, ids)
-    total = jnp.logaddexp(sums, prefix_sums)
-    share, prefix_share = (jnp.exp(x - total)[..., None] for x in (sums, prefix_sums))
-    joined = share * outputs.astype(jnp.float32) + prefix_share * prefix_outputs.astype(jnp.float32)
+def _join_prefix_forward(
+    kernel: SplashAttentionKernel, queries: jax.Array, past: KeyValues, ids: SegmentIds | None, prefix: Prefix
+) -> tuple[jax.Array, Any]:
+    outputs, (sums,) = jax.vmap(kernel)(queries, *past, ids)
+    total = jnp.logaddexp(sums, prefix.sums)
+    share, prefix_share = (jnp.exp(x - total)[..., None] for x in (sums, prefix.sums))
+    joined = share * outputs.astype(jnp.float32) + prefix_share * prefix.outputs.astype(jnp.float32)
     joined = joined.astype(outputs.dtype)
-    return joined, (kernel, queries, keys, values, ids, prefix_outputs, prefix_sums, joined, total)
+    return joined, (kernel, queries, past, ids, prefix, joined, total)
 
 
-def _joined_backward(residuals: Any, cotangent: jax.Array) -> tuple:
+def _join_prefix_backward(residuals: Any, cotangent: jax.Array) -> tuple:
     """The flash backward with the joined output and log-sum-exp, of which the kernel's keys are one part.
 
     Splash's log-sum-exp has no gradient of its own, but its backward kernels read weights as exp(logit - log-sum-exp)
     and the mean of the weights' cotangents from the output: given those of the join, they differentiate the join. The
     prefix is one key more, whose logit is its log-sum-exp and whose value is its output.
     """
-    kernel, queries, keys, values, ids, prefix_outputs, prefix_sums, joined, total = residuals
+    kernel, queries, past, ids, prefix, joined, total = residuals
     static = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
     backward = functools.partial(splash_attention_kernel._splash_attention_bwd, False, **static)
 
-    def one_row(queries, keys, values, ids, joined, total, cotangent):
+    def one_row(
+        queries: jax.Array, past: KeyValues, ids: SegmentIds | None, joined: jax.Array, total: jax.Array, d: jax.Array
+    ) -> tuple[jax.Array, KeyValues]:
         masks = kernel.dq_mask_info, kernel.dkv_mask_info
-        return backward(res=(queries, keys, values, ids, None, joined, total, *masks), do=cotangent)[3:6]
+        d_queries, *d_past = backward(res=(queries, *past, ids, None, joined, total, *masks), do=d)[3:6]
+        return d_queries, KeyValues(*d_past)
 
-    gradients = jax.vmap(one_row)(queries, keys, values, ids, joined, total, cotangent)
+    gradients = jax.vmap(one_row)(queries, past, ids, joined, total, cotangent)
     wide = cotangent.astype(jnp.float32)
-    share = jnp.exp(prefix_sums - total)
-    above = prefix_outputs.astype(jnp.float32) - joined.astype(jnp.float32)
-    prefix_gradients = (share[..., None] * wide).astype(prefix_outputs.dtype), share * jnp.sum(wide * above, axis=-1)
-    return None, *gradients, None, *prefix_gradients
+    share = jnp.exp(prefix.sums - total)
+    above = prefix.outputs.astype(jnp.float32) - joined.astype(jnp.float32)
+    d_prefix = Prefix((share[..., None] * wide).astype(prefix.outputs.dtype), share * jnp.sum(wide * above, axis=-1))
+    return None, *gradients, None, d_prefix
 
 
-_joined.defvjp(_joined_forward, _joined_backward)
+_join_prefix.defvjp(_join_prefix_forward, _join_prefix_backward)
 
 
-def _blocks(time: int, largest: int) -> tuple[int, int]:
+def _equal_blocks(time: int, largest: int) -> tuple[int, int]:
     """The size of equal blocks that hold `time` with the least padding, and the time they hold together."""
     blocks = -(-time // largest)
     block = -(-time // (blocks * LANES)) * LANES
@@ -236,9 +243,9 @@ def _blocks(time: int, largest: int) -> tuple[int, int]:
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:
     """[b, t, h, d] -> [b, h, length, d]."""
-    return jnp.swapaxes(jax.lax.pad(x, jnp.zeros((), x.dtype), _after(x, length)), 1, 2)
+    return jnp.swapaxes(jax.lax.pad(x, jnp.zeros((), x.dtype), _time_padding(x, length)), 1, 2)
 
 
-def _after(x: jax.Array, length: int) -> list[tuple[int, int, int]]:
-    """Padding of [b, t, ...] at the end of time, up to `length`, for jax.lax.pad."""
+def _time_padding(x: jax.Array, length: int) -> list[tuple[int, int, int]]:
+    """The padding of [b, t, ...] at the end of time, up to `length`, for jax.lax.pad."""
     return [(0, 0, 0), (0, length - x.shape[1], 0), *[(0, 0, 0)] * (x.ndim - 2)]

@@ -1,4 +1,4 @@
-"""Causal attention in plain JAX: its definition, and the blocked form over a sequence.
+"""Attention in plain JAX: its definition, the blocked form over a sequence, and the attention of a MAC segment.
 
 Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
 """
@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from titans_jax.layers.projections import wide_dtype
 
 BLOCK = 256
+"""Queries taken at once."""
 
 
 class KeyValues(NamedTuple):
@@ -51,16 +53,12 @@ def blocked_attention(
     documents: jax.Array | None = None,
     block: int = BLOCK,
 ) -> jax.Array:
-    """Each query sees the prefix and the last `window` tokens, itself included, of its own document: [b, t, h, d].
+    """`api.causal_attention` in plain JAX.
 
     Blocks of queries are taken one after another, each against the keys its window can reach, so that [t, t] is never
     formed. `jax.nn.dot_product_attention` calls the same window local_window_size=(window - 1, 0).
 
     Args:
-      past: [b, history + t, h, d], `history` rows of the past before the rows of the queries.
-      window: None sees everything before the query too.
-      history_seen: how many of the history's last rows exist.
-      documents: int [b, t], a number per document; only without history.
       block: queries taken at once. Never changes the numbers.
     """
     time, total = queries.shape[1], past.keys.shape[1]
@@ -99,3 +97,26 @@ def blocked_attention(
     outputs = jax.lax.map(one_block, jnp.arange(blocks, dtype=jnp.int32))
     batch, _, *heads = queries.shape
     return jnp.moveaxis(outputs, 0, 1).reshape(batch, blocks * block, *heads)[:, :time]
+
+
+def segment_attention(
+    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+) -> jax.Array:
+    """`api.segment_attention` in plain JAX."""
+    visible = jnp.asarray(segment_mask(queries, context, prefix, index))
+    past = concatenate_time(*context, prefix)
+    return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), visible[None])
+
+
+def segment_mask(
+    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+) -> np.ndarray | jax.Array:
+    """Which rows of [h | x | prefix] each query sees, bool [t, 2 s + n]; numpy where `index` is an int."""
+    time, places = queries.shape[1], np.arange(context[0].keys.shape[1], dtype=np.int32)
+    now = index + np.arange(time, dtype=np.int32)[:, None]
+    return np.concatenate([places, places, np.zeros(prefix.keys.shape[1], np.int32)])[None] <= now
+
+
+def concatenate_time(*parts: KeyValues) -> KeyValues:
+    """Keys and values [b, ., h, d] one after another in time."""
+    return jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *parts)

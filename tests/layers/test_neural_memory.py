@@ -1,0 +1,70 @@
+"""The memory layer: its gates against numbers written out by hand, and where documents start."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
+from titans_jax.layers import NeuralMemory
+from titans_jax.layers.memory_gates import MemoryGates
+
+CONFIG = ModelConfig(dim=8, num_heads=2, head_dim=4, depth=1, dtype="float32", memory=MemoryConfig(chunk_size=4))
+
+
+@functools.cache
+def memory_layer():
+    return jax.jit(lambda: NeuralMemory(CONFIG, rngs=nnx.Rngs(0)))()
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def test_gates_start_where_the_docstring_says():
+    layer = memory_layer()
+    _, _, gates = layer.gates(jnp.zeros((1, 1, 8)), None, jnp.zeros((1, 1, 2, 4)))
+    np.testing.assert_allclose(np.exp(gates.log_retention), 1 - 1 / (1 + np.exp(8)), rtol=1e-6)
+    np.testing.assert_allclose(np.exp(gates.log_momentum), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(gates.step_size, 0.05 / 4, rtol=1e-6)
+    assert gates.step_size.shape == (1, 1, 2, 2)  # one set per head and fast matrix
+
+
+def test_gates_stay_in_range_whatever_the_input():
+    layer = memory_layer()
+    _, _, gates = layer.gates(1e6 * normal(0, 2, 5, 8), None, jnp.zeros((2, 5, 2, 4)))
+    assert (gates.log_retention <= 0).all() and (gates.log_momentum <= 0).all()
+    assert (gates.step_size >= 0).all() and (gates.step_size <= CONFIG.memory.max_step_size / 4).all()
+
+
+def test_sequences_start_after_the_persistent_tokens():
+    """`persistent` is reading [P | x] as one sequence, here with P a whole chunk."""
+    layer, persistent, x = memory_layer(), normal(0, 4, 8), normal(1, 2, 6, 8)
+    both = jnp.concatenate([jnp.broadcast_to(persistent[None], (2, 4, 8)), x], axis=1)
+    expected, _, _ = jax.jit(lambda x: layer(x))(both)
+    actual, _, _ = jax.jit(lambda x: layer(x, persistent=persistent))(x)
+    np.testing.assert_allclose(actual, expected[:, 4:], atol=1e-6)
+
+
+def test_hgrn2_keeps_at_least_its_lower_bound():
+    """bound + (1 - bound) gate of every channel in numpy float64, and the key is what it forgets."""
+    config = dataclasses.replace(CONFIG, dtype="float64", memory=MemoryConfig(preset="hgrn2"))
+    with jax.enable_x64(True):
+        gates = MemoryGates(config, memory_rule(config.memory), rngs=nnx.Rngs(0))
+        generator = np.random.default_rng(0)
+        bound, projected = generator.normal(size=(2, 4)), 5 * generator.normal(size=(1, 5, 2, 4))
+        gates.lower_bound[...] = jnp.asarray(bound)
+        keys, _, found = gates(jnp.zeros((1, 5, 8)), jnp.asarray(projected), jnp.zeros((1, 5, 2, 4)))
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    logits = projected - 5
+    retention = sigmoid(bound) + (1 - sigmoid(bound)) * sigmoid(-logits)
+    assert np.ptp(sigmoid(logits)) > 0.9
+    np.testing.assert_allclose(np.exp(found.log_key_retention), retention, rtol=1e-12)
+    np.testing.assert_allclose(keys, 1 - retention, rtol=0, atol=1e-12)
+    assert np.all(np.exp(found.log_key_retention) >= sigmoid(bound) - 1e-12)
