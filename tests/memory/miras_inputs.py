@@ -124,7 +124,7 @@ def draw_rwkv7(generator, time):
 
 
 def draw_deep(generator, time, matrices=2, step=0.02):
-    """Small steps: behind a norm a step of 0.1 overshoots (papers 1.3)."""
+    """Small steps: behind a norm a step of 0.1 overshoots (memory/README.md, Gates)."""
     gates = (time, matrices)
     return tokens(generator, time) | {
         "retention": generator.uniform(0.6, 1.0, gates),
@@ -141,7 +141,7 @@ def draw_titans(generator, time):
 
 
 def draw_channels(generator, time):
-    """draw_deep with every channel-wise gate (papers 3.6)."""
+    """draw_deep with every channel-wise gate (memory/README.md, Gates)."""
     retentions = {"key_retention": channels(generator, time), "value_retention": channels(generator, time)}
     steps = {"key_step_size": channels(generator, time), "value_step_size": channels(generator, time)}
     return draw_deep(generator, time) | retentions | steps

@@ -1,8 +1,9 @@
 """Every model of Miras' Table 1 by its published recurrence, token by token in numpy float64.
 
-Written from the papers (tables 3.2-3.5, 4.1, 4.6 of the notes) and sharing no code with the package. A matrix memory is
-W [in, out] read as `x @ W`, so what the papers write as `M Diag(a)` is `Diag(a) W`. Gates are plain values: retention
-a = 1 - alpha, step size theta. Every function takes queries, keys, values [time, d] first and returns reads [time, d].
+Written from the papers (Miras table 1, eq 10-27; TTT, arXiv 2407.04620; Kimi, RWKV-7 and Mesa) and sharing no code with
+the package. A matrix memory is W [in, out] read as `x @ W`, so what the papers write as `M Diag(a)` is `Diag(a) W`.
+Gates are plain values: retention a = 1 - alpha, step size theta. Every function takes queries, keys, values [time, d]
+first and returns reads [time, d].
 """
 
 from collections.abc import Callable

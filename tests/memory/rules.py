@@ -102,7 +102,8 @@ def random_params(case, seed=0):
 def random_rows(case, rows, time, seed=1):
     """Unit keys and queries, and gates away from their ends with one set per matrix: [rows, time, ...].
 
-    Behind a layer norm the steps are smaller: there a step of 0.1 overshoots (papers 1.3) and the row turns chaotic.
+    Behind a layer norm the steps are smaller: there a step of 0.1 overshoots (memory/README.md, Gates) and the row
+    turns chaotic.
     """
     generator = np.random.default_rng(seed)
     queries, keys, values = generator.normal(size=(3, rows, time, HEAD_DIM))

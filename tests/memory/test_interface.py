@@ -40,7 +40,7 @@ def test_titans_without_momentum_or_forgetting_is_delta_net(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_titans_without_momentum_is_not_gated_delta_net(form):
-    """They differ by (1 - a) beta k^T k W: equal only where nothing is forgotten (papers 1.12)."""
+    """They differ by (1 - a) beta k^T k W: equal only where nothing is forgotten (memory/README.md, The rule)."""
     decay, beta = np.random.default_rng(4).uniform(0.3, 0.9, (2, TIME))
     reads, row, weight = linear_reads(ONLINE, form, 1 - decay, 0.0, beta)
     np.testing.assert_allclose(reads, delta_reads(row, weight, decay, beta, False), rtol=1e-10, atol=1e-12)
@@ -60,7 +60,8 @@ def test_dot_product_bias_is_linear_attention(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_chunk_constant_gates_are_a_convolution(form):
-    """Constant gates: S_t = -theta sum_j eta^(t-j) u_j, M_t = a^t M_0 + sum_i a^(t-i) S_i (papers 1.6.8)."""
+    """Constant gates: S_t = -theta sum_j eta^(t-j) u_j, M_t = a^t M_0 + sum_i a^(t-i) S_i (Titans 3.2;
+    memory/README.md, Gates)."""
     a, eta, theta = 0.8, 0.6, 0.1
     reads, row, weight = linear_reads(Case("linear", bias="dot_product"), form, 1 - a, eta, theta)
     expected = []

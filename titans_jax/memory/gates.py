@@ -21,9 +21,10 @@ class Gates:
     """What every token tells the memory: how much to keep, how much past surprise to keep, how far to step.
 
     log_retention = log(1 - alpha) <= 0 (-inf allowed), log_momentum = log(eta) <= 0, step_size = theta >= 0, each
-    [time] or [time, matrices] (one set per fast matrix, papers 1.11-e). log_momentum is None for gradient descent.
-    mask: [time] bool, False marks padding, which changes nothing; padding may only follow a document's last token.
-    bias_gate: [time] or [time, head_dim], what the attentional bias calls its own (the delta of Huber).
+    [time] or [time, matrices] (one set per fast matrix, later text of Titans; memory/README.md, Gates). log_momentum is
+    None for gradient descent. mask: [time] bool, False marks padding, which changes nothing; padding may only follow a
+    document's last token. bias_gate: [time] or [time, head_dim], what the attentional bias calls its own (the delta of
+    Huber).
 
     Channel-wise factors, each [time, head_dim] or None: log_key_retention acts on the inputs of the first fast matrix,
     log_value_retention on the outputs of the last one (for a linear memory, rows and columns of the same matrix), and

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from titans_jax.ops.platform import LANES, SUBLANES, target_platform
 
 VMEM_SHARE = 0.8
-"""Of a core's VMEM, what a kernel may use; the rest is the compiler's."""
+"""Share of a core's VMEM that a kernel may use; the rest is the compiler's."""
 
 
 class Steps(NamedTuple):
@@ -44,7 +44,7 @@ class SideBySide:
 
     @classmethod
     def of(cls, x: jax.Array, heads: int) -> SideBySide:
-        """Of [n, chunks, tokens, width]."""
+        """From [n, chunks, tokens, width]."""
         n, chunks, tokens, width = x.shape
         x = jnp.moveaxis(x.reshape(-1, heads, chunks, tokens, width), 1, 3)
         return cls(x.reshape(n // heads, chunks, tokens, heads * width), width)

@@ -194,10 +194,6 @@ def plain(rule, tokens=1):
 
 RULES = {name: preset.make() for name, preset in presets.PRESETS.items()}
 RUNNING = {name: rule for name, rule in RULES.items() if entry.supports(rule, plain(rule))}
-    name: preset.make()
-    for name, preset in presets.PRESETS.items()
-    if entry.supports(preset.make(), plain(preset.make()))
-}
 # What linear attentions write is one rule, and only gates make them differ.
 DISTINCT = {rule: name for name, rule in RUNNING.items()}
 

@@ -1,4 +1,4 @@
-"""Attentional biases: the derivative that the engine takes is the closed form of papers 3.3."""
+"""Attentional biases: the derivative that the engine takes is the closed form of memory/README.md, The rule."""
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,7 @@ def test_biases_of_the_norm(name):
 
 
 def test_mixture_jumps_at_its_switch_and_the_norm_huber_does_not():
-    """2 r against delta sign(r): norms 2 delta and delta sqrt(d) (papers 3.3)."""
+    """2 r against delta sign(r): norms 2 delta and delta sqrt(d) (Miras eq 16; memory/README.md, The rule)."""
     value, delta = np.zeros((2, HEAD_DIM)), 1.0
     read = np.full((2, HEAD_DIM), delta / np.sqrt(HEAD_DIM)) * np.array([[1 - 1e-9], [1 + 1e-9]])
     _, cotangent = loss_and_cotangent(biases.mixture(delta), read, value)

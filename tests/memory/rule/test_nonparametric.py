@@ -1,4 +1,5 @@
-"""Softmax attention is the non-parametric case of Miras: an L2 bias over a growing set of tokens (papers 3.2)."""
+"""Softmax attention is the non-parametric case of Miras: an L2 bias over a growing set of tokens (Miras eq 1-2 and
+table 1)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What must hold for every preset in every form: causality, precision, and the outer gradient (design 3.4)."""
+"""What must hold for every preset in every form: causality, precision, and the outer gradient."""
 
 import functools
 
@@ -36,7 +36,8 @@ def test_precision(name):
     model = MODELS[name]
     inputs = model.inputs()
     # What Moneta forgets blows its weights up, which go as 1 / A, and what Memora forgets leaves uniform ones, whose
-    # mean the norm takes out (papers 3.5): little of it, or only rounding is left to compare.
+    # mean the norm takes out (memory/README.md, Retention gates that are not linear): little of it, or only rounding is
+    # left to compare.
     sensitive = name in ("moneta", "memora")
     for key in ("retention", "key_retention", "value_retention"):
         if sensitive and key in inputs:

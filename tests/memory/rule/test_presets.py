@@ -112,7 +112,8 @@ def linear_titans_reads(inputs, forget, step_size, bias=None):
 
 
 def test_titans_without_momentum_is_gated_deltanet_only_if_it_forgets_nothing():
-    """The error is judged before forgetting or after it; one step apart by (1 - a) beta k^T k W (papers 1.12)."""
+    """The error is judged before forgetting or after it; one step apart by (1 - a) beta k^T k W (memory/README.md, The
+    rule)."""
     inputs = MODELS["gated_deltanet"].inputs()
     nothing, beta, a = np.zeros(TIME), inputs["step_size"], inputs["retention"]
     kept = library("gated_deltanet", "chunked", retention=np.ones(TIME))

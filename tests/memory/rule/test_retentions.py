@@ -93,7 +93,7 @@ def expect(gate, params, inputs, chunk_size):
 
 @each_gate
 def test_the_gate_alone_token_by_token(name):
-    """chunk_size 1: the rule of 3.4 on the weights themselves where one is printed, on what is carried elsewhere."""
+    """chunk_size 1: the rule of Miras on the weights themselves where one is printed, on what is carried elsewhere."""
     gate = GATES[name]
     params, inputs = problem(gate, gate.forgets)
     reads, _ = run(gate.memory_rule, "recurrent", params, inputs)
@@ -262,7 +262,8 @@ def test_lq_starts_where_it_is_told():
 
 @pytest.mark.parametrize("name, kept", [("exact", 1.0), ("arctan", 2 / np.pi), ("tanh", 1.0)])
 def test_smooth_thresholds(name, kept):
-    """They are odd, 0 at 0, and take `kept` of the threshold from large entries (papers 3.4 V2)."""
+    """They are odd, 0 at 0, and take `kept` of the threshold from large entries (memory/README.md, Retention gates that
+    are not linear)."""
     z = np.array([[-1e3, -0.1, 0.0, 0.1, 1e3]])
     shrunk = weights_after(retentions.ftrl_elastic_net(0.5, name), z, z)
     np.testing.assert_allclose(shrunk, -shrunk[:, ::-1], atol=1e-15)

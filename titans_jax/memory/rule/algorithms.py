@@ -69,8 +69,8 @@ class Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class GradientDescent(Algorithm):
-    """S_t = -theta_t u_t (Miras eq 5); several steps per token are DeltaProduct's (papers 3.2), each at the memory its
-    predecessor left (chunk_size counts steps). Keys and values are then [time, steps, head_dim]."""
+    """S_t = -theta_t u_t (Miras eq 5); several steps per token are DeltaProduct's (arXiv 2502.10297), each at the
+    memory its predecessor left (chunk_size counts steps). Keys and values are then [time, steps, head_dim]."""
 
     steps: int = 1
     decay_first: bool = False
@@ -94,7 +94,7 @@ class Momentum(Algorithm):
 @dataclasses.dataclass(frozen=True)
 class Implicit(Algorithm):
     """The step that solves argmin_W theta/2 ||k W - v||^2 + 1/2 ||W - W_{t-1}||^2: theta / (1 + theta ||k||^2) of the
-    gradient (Longhorn; papers 1.12)."""
+    gradient (Longhorn, arXiv 2407.14207)."""
 
     linear_only = True
 
@@ -104,7 +104,8 @@ class Implicit(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class LeastSquares(Algorithm):
-    """W_t = argmin_W sum_i zeta_ti ||k_i W - v_i||^2 + ||ridge^(1/2) W||^2, exactly, at every token (Mesa; papers 4.6).
+    """W_t = argmin_W sum_i zeta_ti ||k_i W - v_i||^2 + ||ridge^(1/2) W||^2, exactly, at every token (Mesa, arXiv
+    2506.05233).
 
     One fast matrix [head_dim, 2 head_dim] sums k^T v and k^T k with the retention zeta; a read solves (K + ridge) x = q
     by conjugate gradients and is x times the sum of k^T v. The ridge is a learned positive diagonal ("log_ridge").

@@ -1,7 +1,7 @@
 """Memory architectures: what the fast weights compute. Written once, as a function of "apply fast matrix i to x".
 
-Every form of the engine passes its own `linear(i, x)` (papers 1.6.4, design 3.1), so an architecture is all a new
-memory needs: its matrix shapes and its read. Add one by subclassing `Architecture`; nothing else changes.
+Every form of the engine passes its own `linear(i, x)` (memory/README.md, Reads inside a chunk), so an architecture is
+all a new memory needs: its matrix shapes and its read. Add one by subclassing `Architecture`; nothing else changes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Linear(Architecture):
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class Mlp(Architecture):
-    """M(x) = gelu(... gelu(x W_0) ...) W_{depth-1}, hidden width expansion * head_dim (papers 1.4)."""
+    """M(x) = gelu(... gelu(x W_0) ...) W_{depth-1}, hidden width expansion * head_dim (memory/README.md, The rule)."""
 
     depth: int = 2
     expansion: int = 4
@@ -97,7 +97,8 @@ class Mlp(Architecture):
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class ResidualMlp(Mlp):
-    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (papers 1.4, 1.11-h)."""
+    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (memory/README.md, The
+    rule; Readings)."""
 
     normalized = True
 
@@ -152,7 +153,8 @@ def gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """LayerNorm over the last axis without bias, in the accumulation dtype of x (papers 1.4: float32)."""
+    """LayerNorm over the last axis without bias, in the accumulation dtype of x (float32; memory/README.md,
+    Numerics)."""
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(variance + NORM_EPSILON) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)

@@ -1,4 +1,5 @@
-"""Attentional biases: the inner loss of one token (papers 3.3). Each is one function; the engine differentiates it.
+"""Attentional biases: the inner loss of one token (Miras eq 10-17; memory/README.md, The rule). Each is one function;
+the engine differentiates it.
 
 A bias may take a number of every token with it, `Gates.bias_gate`: the threshold of the Huber losses, the shift of
 `value_shift`, the slope of `affine`. Its field is what counts where the gate is None.
@@ -97,7 +98,7 @@ class L2(AffineBias):
 @register_bias()
 @dataclasses.dataclass(frozen=True)
 class DotProduct(AffineBias):
-    """-<read, value>, the Hebbian bias of linear attention (papers 3.3); cotangent -value."""
+    """-<read, value>, the Hebbian bias of linear attention (Miras eq 8); cotangent -value."""
 
     affine = True
     constant_slope: ClassVar = 0.0
@@ -113,7 +114,7 @@ class DotProduct(AffineBias):
 class Affine(AffineBias):
     """1/2 s ||read||^2 - <read, value>, s the token's gate: s = 1 corrects as L2, s = 0 adds as the dot product.
 
-    RWKV-7 erases with one and writes with the other (papers 3.2).
+    RWKV-7 erases with one and writes with the other (arXiv 2503.14456).
     """
 
     takes_gate = True

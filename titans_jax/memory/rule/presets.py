@@ -117,22 +117,22 @@ def longhorn() -> MemoryRule:
 
 @register_preset(gates=GateChoices(step_size="bounded"))
 def ttt_linear(chunk_size: int = 16) -> MemoryRule:
-    """x + LN(x W), one gradient step a token, nothing forgotten (arXiv 2407.04620; papers 4.1)."""
+    """x + LN(x W), one gradient step a token, nothing forgotten (arXiv 2407.04620)."""
     return deep(biases.l2(), retentions.decay(), depth=1, chunk_size=chunk_size)
 
 
 @register_preset(gates=GateChoices("rate", "sigmoid"))
 def gated_deltanet() -> MemoryRule:
-    """a W - step k^T (k a W - v): the error is judged after forgetting (arXiv 2412.06464).
+    """a W - step k^T (k a W - v): the error is taken after forgetting (arXiv 2412.06464).
 
-    With `log_key_retention` it is Kimi Delta Attention (papers 4.6).
+    With `log_key_retention` it is Kimi Delta Attention (memory/README.md, The rule).
     """
     return matrix(biases.l2(), algorithms.gradient_descent(decay_first=True))
 
 
 @register_preset(gates=GateChoices(key="rwkv", keys="removal"))
 def rwkv7() -> MemoryRule:
-    """Diag(w) W - (a * r)^T (r W) + k^T v, r the removal key (arXiv 2503.14456; papers 3.2).
+    """Diag(w) W - (a * r)^T (r W) + k^T v, r the removal key (arXiv 2503.14456).
 
     Two inner steps: keys (r, k), values (0, v), `key_step_size` (a, 1), `bias_gate` (1, 0), step size 1.
     """

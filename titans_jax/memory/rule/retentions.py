@@ -1,9 +1,10 @@
-"""Retention gates: what is carried from token to token, and how the weights that are read follow from it (papers 3.4).
+"""Retention gates: what is carried from token to token, and how the weights that are read follow from it (Miras eq
+18-27; memory/README.md, Retention gates that are not linear).
 
 Every gate of Miras carries matrices A (an accumulator, logits, or the weights themselves) that evolve linearly inside a
 chunk, A_t = alpha_t A_{t-1} + S_t, which is what the parallel forms need. What is not linear is done once a chunk:
 
-    inside a chunk that began at A_0     W_t = weights(A_0) + slope(A_0) (A_t - A_0)      (one slope per matrix)
+    inside a chunk that starts at A_0    W_t = weights(A_0) + slope(A_0) (A_t - A_0)      (one slope per matrix)
     after its last token                 A_0 <- close(A_t, A_0), so that token reads weights(A_0)
 
 With chunk_size 1 this is the paper's rule at every token. `decay` is linear throughout: weights(A) = A.
@@ -68,7 +69,7 @@ class Retention:
         return (1.0,) * len(carried)
 
     def close(self, carried: Matrices, opened: Matrices, params: dict) -> Matrices:
-        """What is carried on after a chunk that began at `opened`."""
+        """What is carried on after a chunk that started at `opened`."""
         return carried
 
     def slow(self, shapes: tuple[tuple[int, int], ...]) -> dict[str, jax.Array]:
@@ -174,7 +175,7 @@ class NormPower(Retention):
 class Lq(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / (||A||_p + epsilon)^(p-2), p = q / (q-1).
 
-    1 < q <= 2. Papers 3.4 V4, the exact minimiser but for epsilon; the form printed in the paper is `norm_power(p)`,
+    1 < q <= 2. The exact minimiser but for epsilon; the form printed in the paper is `norm_power(p)`,
     the same at q = 2. Inside a chunk the norm is that of the chunk's start.
     """
 
@@ -208,7 +209,8 @@ class Lq(Retention):
 @register_retention()
 @dataclasses.dataclass(frozen=True)
 class KullbackLeibler(Retention):
-    """Z_t = alpha_t Z_{t-1} + S_t, W_t = c Softmax(Z_t) (Miras eq 21 and 27, Memora; papers 3.5 on carrying logits).
+    """Z_t = alpha_t Z_{t-1} + S_t, W_t = c Softmax(Z_t) (Miras eq 21 and 27, Memora; memory/README.md, Retention gates
+    that are not linear, on carrying logits).
 
     The softmax runs over the inputs of a matrix, so each output unit is a convex combination, scaled by a learned c per
     matrix ("simplex_size"), which starts at `size` (None: the root of the number of inputs). Equal to eq 27 as long as
@@ -311,8 +313,9 @@ class FDivergence(Retention):
 @register_retention()
 @dataclasses.dataclass(frozen=True)
 class BregmanLogit(Retention):
-    """Z_t = alpha_t Z_{t-1} + S_t, W_t = sigmoid(Z_t): Bregman retention with f' = logit (papers 3.4 V5); logits are
-    carried, so a saturated weight has no logarithm to lose."""
+    """Z_t = alpha_t Z_{t-1} + S_t, W_t = sigmoid(Z_t): Bregman retention with f' = logit (Miras, unnumbered;
+    memory/README.md, Retention gates that are not linear); logits are carried, so a saturated weight has no logarithm
+    to lose."""
 
     positive = True
 

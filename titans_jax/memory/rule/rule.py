@@ -14,7 +14,8 @@ from titans_jax.memory.rule.retentions import Retention
 class MemoryRule:
     """The four choices of Miras plus the chunk: what is remembered, how error is measured, kept and descended.
 
-    chunk_size is part of the model (papers 1.6.1): inner gradients are taken at the memory of the chunk's start.
+    chunk_size is part of the model (Titans eq 16; memory/README.md, Chunks and anchors): inner gradients are taken at
+    the memory of the chunk's start.
     learned_start: the memory starts from learned weights (Titans, TTT, Miras) or from zero (linear recurrent models).
     Raises ValueError for choices that exclude each other.
     """
