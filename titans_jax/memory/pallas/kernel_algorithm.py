@@ -16,7 +16,7 @@ from titans_jax.memory.forms.scan_chunks import BlockLayout
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params
-from titans_jax.ops.backend import PALLAS
+from titans_jax.ops import backend
 
 
 class Chunks(NamedTuple):
@@ -137,7 +137,7 @@ class KernelAlgorithm(abc.ABC):
     @property
     def chunkwise(self) -> ChunkAlgorithm:
         """The algorithm on the backend that a kernel is."""
-        return self.algorithm(self.rule, PALLAS)
+        return self.algorithm(self.rule, backend.PALLAS)
 
 
 def tokens_of(chunk: Chunks) -> Tokens:
