@@ -7,8 +7,7 @@ import pytest
 import small_models as small
 from flax import nnx
 
-from titans_jax.models import LanguageModel
-from titans_jax.models.language_model import granularity
+from titans_jax.models import LanguageModel, granularity
 
 
 @pytest.mark.parametrize("kind", small.KINDS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import small_models as small
 
-from titans_jax.models.language_model import granularity
+from titans_jax.models import granularity
 
 
 def pack(lengths, time, align=1):

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import small_models as small
 
-from titans_jax import config
-from titans_jax.config import MemoryConfig, memory_rule
-from titans_jax.layers.memory_gates import GATES
-from titans_jax.memory import biases, retentions
+from titans_jax import memory
+from titans_jax.config import ConfigError, MemoryConfig, gate_choices, memory_rule
 from titans_jax.memory.rule.presets import PRESETS
 
 
@@ -17,11 +15,29 @@ def model_of(preset, *pattern):
     return small.build(small.config(*pattern, memory={"preset": preset, "gate_rank": 4}, depth=len(pattern)))
 
 
-def test_every_preset_has_gates_and_every_table_its_names():
-    assert GATES.keys() == PRESETS.keys()
-    names = (tuple(PRESETS), tuple(biases.BIASES), tuple(retentions.RETENTIONS))
-    assert (config.PRESETS, config.BIASES, config.RETENTIONS) == names
-    assert all(memory_rule(MemoryConfig(preset=preset)) for preset in PRESETS)
+def test_a_configuration_names_what_is_registered():
+    for name, preset in PRESETS.items():
+        config = MemoryConfig(preset=name)
+        assert name == preset.name and gate_choices(config) == preset.gates
+        assert memory_rule(config) == preset.make()
+    assert gate_choices(MemoryConfig(preset="mamba2")) == memory.GateChoices("rate", "rate")
+
+
+def test_fields_of_a_configuration_set_arguments_of_the_parts_it_names():
+    """All but L_q's exponent, which is below 2 where the configuration's is Moneta's, above 2."""
+    config = MemoryConfig(preset="yaad", architecture="mlp", depth=3, expansion=2, bias="lp", p=1.5, chunk_size=7)
+    rule = memory_rule(config)
+    assert (rule.architecture, rule.bias) == (memory.architectures.mlp(3, 2), memory.biases.lp(1.5))
+    assert rule.chunk_size == 7
+    retention = lambda name: memory_rule(MemoryConfig(retention=name, q=5.0)).retention  # noqa: E731
+    assert retention("norm_power") == memory.retentions.norm_power(5.0)
+    assert retention("lq") == memory.retentions.lq()
+
+
+@pytest.mark.parametrize("field, name, near", [("bias", "hubert", "huber"), ("retention", "decai", "decay")])
+def test_a_name_that_nothing_is_registered_under_is_refused_with_the_nearest(field, name, near):
+    with pytest.raises(ConfigError, match=rf"^model\.memory\.{field} is '{name}'; use .*; did you mean {near}\?$"):
+        memory_rule(MemoryConfig(**{field: name}))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

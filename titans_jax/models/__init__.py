@@ -1,6 +1,7 @@
 """Models: blocks around a memory or an attention, and a language model as a cycled pattern of them."""
 
-from titans_jax.models import attention_block, lmm, mac, mag, mal  # noqa: F401  (registers them)
+from titans_jax.models import lmm, mac, mag, mal  # noqa: F401  (they register their blocks)
+from titans_jax.models.attention_block import AttentionBlock, WindowBlock
 from titans_jax.models.block import BLOCKS, Block, register_block
 from titans_jax.models.language_model import LanguageModel
 from titans_jax.models.pattern import (
@@ -13,8 +14,10 @@ from titans_jax.models.pattern import (
 
 __all__ = [
     "BLOCKS",
+    "AttentionBlock",
     "Block",
     "LanguageModel",
+    "WindowBlock",
     "check_model",
     "forward_flops_per_token",
     "granularity",

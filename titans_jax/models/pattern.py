@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from titans_jax.config import ConfigError, ModelConfig, registered
+from titans_jax.config import ConfigError, ModelConfig, did_you_mean
 from titans_jax.models.block import BLOCKS, Block
 
 
@@ -14,7 +14,14 @@ def blocks_of(config: ModelConfig) -> list[type[Block]]:
     Raises:
       ConfigError: the pattern names a block that nothing is registered under.
     """
-    return [registered(BLOCKS, "model.pattern", kind) for kind in config.pattern]
+    for kind in config.pattern:
+        if kind not in BLOCKS:
+            *names, last = BLOCKS
+            near = did_you_mean(str(kind), BLOCKS)
+            raise ConfigError(
+                f"model.pattern is {config.pattern!r}; use one or more of {', '.join(names)} or {last}{near}"
+            )
+    return [BLOCKS[kind] for kind in config.pattern]
 
 
 def check_model(config: ModelConfig) -> None:

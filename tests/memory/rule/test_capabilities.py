@@ -92,7 +92,7 @@ def test_a_formula_may_declare_anew():
 
 @pytest.mark.parametrize("preset", ["retnet", "deltanet", "mesa"])
 def test_presets_with_a_matrix_memory_are_exact(preset):
-    assert presets.PRESETS[preset]().exact
+    assert presets.PRESETS[preset].make().exact
 
 
 def test_a_retention_that_is_not_linear_is_not_exact_inside_a_chunk():

@@ -196,7 +196,8 @@ def test_memora_carries_logits_as_eq_27_carries_weights():
 
 
 def test_matrix_models_start_from_zero_and_deep_ones_are_learned():
-    for name, make in presets.PRESETS.items():
+    for name, preset in presets.PRESETS.items():
+        make = preset.make
         assert make().learned_start == (name in ("ttt_linear", "ttt_mlp", "titans", "moneta", "yaad", "memora"))
         assert make().algorithm.has_momentum == (name == "titans")
     assert not any(np.any(w) for w in memory.init_params(presets.gla(), jax.random.key(0), HEAD_DIM)["weights"])

@@ -39,7 +39,6 @@ class Algorithm:
     keeps_statistics = False
     products_per_read = 1
     operations: ClassVar[frozenset[str]] = frozenset()
-    fusible = True
 
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
@@ -116,7 +115,6 @@ class LeastSquares(Algorithm):
     linear_only = True
     keeps_statistics = True
     operations: ClassVar = frozenset({"custom_linear_solve"})
-    fusible = False  # Mosaic has no custom_linear_solve
 
     def __post_init__(self):
         if not isinstance(self.iterations, int) or self.iterations < 1:

@@ -49,7 +49,6 @@ class Retention:
     positive = False
     lags = False
     operations: ClassVar[frozenset[str]] = frozenset()
-    fusible = True
 
     def __init_subclass__(cls, **arguments):
         super().__init_subclass__(**arguments)
@@ -107,10 +106,6 @@ class Threshold(Retention):
     @property
     def operations(self) -> frozenset[str]:
         return frozenset({"arctan"} if self.smooth == "arctan" else ())
-
-    @property
-    def fusible(self) -> bool:
-        return self.smooth != "arctan"  # Mosaic has no arctan
 
     def shrink(self, matrices: Matrices) -> Matrices:
         """The soft threshold of every entry."""
@@ -247,7 +242,6 @@ class LaggedKullbackLeibler(KullbackLeibler):
     homogeneous = True
     lags = True
     operations: ClassVar = frozenset({"lag_token"})
-    fusible = False
 
     def start(self, weights):
         return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(super().start(weights), axis=0)

@@ -5,14 +5,8 @@ import dataclasses
 import pytest
 
 from titans_jax.config import MemoryConfig, ModelConfig
-from titans_jax.training.flops import (
-    attention_flops,
-    block_flops,
-    forward_flops_per_token,
-    mean_causal_keys,
-    memory_flops,
-    training_flops_per_token,
-)
+from titans_jax.models import BLOCKS, Block, forward_flops_per_token, training_flops_per_token
+from titans_jax.models.flops import attention_flops, mean_causal_keys, memory_flops
 
 MODEL = ModelConfig(
     dim=64, depth=2, num_heads=2, head_dim=32, vocab_size=100, hidden_dim=96, segment=8, window=4, num_persistent=3
@@ -25,8 +19,8 @@ def test_mean_causal_keys_counts_visible_pairs(time, window):
     assert mean_causal_keys(time, window) == pytest.approx(pairs / time)
 
 
-def test_memory_is_the_count_of_the_papers_notes():
-    """papers.md 1.6.9: 88 d^2 + 20 C d for two layers of expansion 4 with momentum."""
+def test_memory_of_two_matrices():
+    """By hand: 88 d^2 + 20 C d for two layers of expansion 4 with momentum."""
     model = dataclasses.replace(MODEL, memory=MemoryConfig(depth=2, expansion=4, chunk_size=16))
     assert memory_flops(model) == 88 * 32**2 + 20 * 16 * 32
 
@@ -62,15 +56,27 @@ def test_blocks_are_sums_of_their_parts():
     time = 16
     window = attention_flops(MODEL, 3 + mean_causal_keys(time, 4)) - attention_flops(MODEL, 0)
     projections, square = 4 * 2 * 64 * 64, 2 * 64 * 64
-    lmm = block_flops("lmm", MODEL, time)
-    assert block_flops("mal", MODEL, time) == pytest.approx(lmm + projections + window)
-    assert block_flops("mag", MODEL, time) == pytest.approx(lmm + projections + window + square)
+    lmm = BLOCKS["lmm"].forward_flops(MODEL, time)
+    assert BLOCKS["mal"].forward_flops(MODEL, time) == pytest.approx(lmm + projections + window)
+    assert BLOCKS["mag"].forward_flops(MODEL, time) == pytest.approx(lmm + projections + window + square)
     # Segments of 8: persistent tokens, h and x up to the token itself.
     segment = 4 * 64 * (3 + 2 * 4.5)
     read = 2 * 2 * (32 * 128 + 128 * 32)
-    assert block_flops("mac", MODEL, time) == pytest.approx(lmm + projections + segment + 3 * square + read + square)
+    assert BLOCKS["mac"].forward_flops(MODEL, time) == pytest.approx(
+        lmm + projections + segment + 3 * square + read + square
+    )
 
 
 def test_a_window_caps_the_cost_of_length():
-    assert block_flops("window", MODEL, 10**6) == pytest.approx(block_flops("window", MODEL, 10**5), rel=1e-4)
-    assert block_flops("attention", MODEL, 10**6) > 5 * block_flops("attention", MODEL, 10**5)
+    assert BLOCKS["window"].forward_flops(MODEL, 10**6) == pytest.approx(
+        BLOCKS["window"].forward_flops(MODEL, 10**5), rel=1e-4
+    )
+    assert BLOCKS["attention"].forward_flops(MODEL, 10**6) > 5 * BLOCKS["attention"].forward_flops(MODEL, 10**5)
+
+
+def test_a_block_that_does_not_count_is_two_operations_for_every_parameter():
+    class Uncounted(BLOCKS["attention"]):
+        forward_flops = Block.__dict__["forward_flops"]
+
+    norms, matrices = 2 * 64, 4 * 64 * 64 + 3 * 64 * 96
+    assert Uncounted.forward_flops(MODEL, 10) == 2 * (norms + matrices)
