@@ -29,7 +29,7 @@ def operands(channels, dtype=jnp.float32, time=TIME, taps=TAPS):
 
 
 def documents():
-    """Of few tokens, on both sides of a strip's end; the first row's first one started before the row."""
+    """Documents of few tokens, on both sides of a strip's end; the first row's first one started before the row."""
     ids = np.repeat(np.arange(1, 9), [62, 1, 2, 61, 2, 1, 30, 33])
     return find_documents(jnp.asarray(np.stack([ids, np.roll(ids, 5)]), jnp.int32))
 

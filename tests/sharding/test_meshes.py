@@ -11,15 +11,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compiling is all the time this takes
 import jax.numpy as jnp, numpy as np
 from titans_jax import sharding
-from titans_jax.config import (
-    Config,
-    DataConfig,
-    MemoryConfig,
-    MeshConfig,
-    ModelConfig,
-    OptimizerConfig,
-)
-from titans_jax.evaluation.perplexity import loss_sum
+from titans_jax.config import Config, DataConfig, MemoryConfig, MeshConfig, ModelConfig, OptimizerConfig
+from titans_jax.models.loss import loss_sum
 from titans_jax.training.mesh import mesh_of
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import init_model

@@ -22,7 +22,7 @@ class RecallTask:
     """The sequences of one task.
 
     Keys are tokens 1 to vocab_size // 2 - 1, values those from vocab_size // 2 on; within a sequence all keys differ,
-    and so do all values. Queries begin only after the last pair, at every second token: the query of a pair is in slot
+    and so do all values. Queries come only after the last pair, at every second token: the query of a pair is in slot
     g = 0, 1, ... with a probability proportional to (g + 1)^(power - 1), each slot taken once.
 
     Raises:

@@ -1,6 +1,6 @@
 """Layers (Flax NNX) between the memory core and the models. State goes in and comes out; no layer hides any."""
 
-from titans_jax.layers.attention.layer import Attention
+from titans_jax.layers.attention import Attention
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge

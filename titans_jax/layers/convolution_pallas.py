@@ -20,10 +20,9 @@ from jax.typing import DTypeLike
 
 from titans_jax import sharding
 from titans_jax.layers.norms import L2_EPSILON
-from titans_jax.ops.pallas_tpu import largest_divisor
 from titans_jax.ops.backend import current_backend
 from titans_jax.ops.matmul import matmul, split_bfloat16
-from titans_jax.ops.pallas_tpu import interpreted
+from titans_jax.ops.pallas_tpu import interpreted, largest_divisor
 from titans_jax.ops.platform import LANES, SUBLANES
 
 STRIP = 64

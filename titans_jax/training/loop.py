@@ -14,14 +14,15 @@ from rich.console import Console
 from titans_jax import data, sharding
 from titans_jax.config import Config, leaves, to_dict
 from titans_jax.config.validate import validate
-from titans_jax.evaluation.perplexity import Batch, evaluate, make_evaluation_step
+from titans_jax.evaluation.perplexity import evaluate, make_evaluation_step
 from titans_jax.inference import Generator
-from titans_jax.models.language_model import granularity
+from titans_jax.models import granularity, training_flops_per_token
+from titans_jax.models.loss import Batch
 from titans_jax.plots import save_json
 from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, abstract_like, check_same_run
 from titans_jax.training.diagnostics import warnings
-from titans_jax.training.flops import peak_flops_per_second, training_flops_per_token
+from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.mesh import use_mesh
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics

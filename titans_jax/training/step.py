@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from titans_jax.evaluation.perplexity import Batch, loss_sum
+from titans_jax.models.loss import Batch, loss_sum
 
 State = dict[str, Any]
 
