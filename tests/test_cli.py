@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from titans_jax import cli, commands
 from titans_jax.config import Config, MemoryConfig, ModelConfig
 from titans_jax.config.command_line import parse
+from titans_jax.memory.rule.presets import PRESETS
 
 SMALL = """
 from tests.training.tiny import tiny_config
@@ -47,9 +50,15 @@ def test_overrides_are_typed(file):
         ("--model.dim", "model.dim has no value; use a whole number"),
         ("--model.dim 1.5", "model.dim is '1.5'; use a whole number"),
         ("--model.dtype half", "model.dtype is 'half'; use bfloat16, float32 or float64"),
-        ("--model.pattern mac mok", "model.pattern is 'mac mok'; use one or more of lmm, mac"),
+        ("--model.pattern mac mok", "model.pattern is 'mok'; use "),
+        ("--model.pattern", "model.pattern is empty; name at least one block"),
+        ("--data.source csv", "data.source='csv' is unknown: use 'python', 'text', 'jsonl' or 'tfds'"),
+        ("--data.source text --data.path None", "data.path is missing: data.source='text' reads the file or folder"),
+        ("--data.packing tight", "data.packing is 'tight'; use documents or stream"),
+        ("--training.steps 2 --model.dim=32 --data.batch_size 2 3", "data.batch_size is '2 3'; use a whole number"),
         ("--model.memory.preset unknown", "model.memory.preset is 'unknown'; use retnet, "),
         ("--model.tie_embeddings maybe", "model.tie_embeddings is 'maybe'; use True or False"),
+        ("--model.memory.momentum maybe", "model.memory.momentum is 'maybe'; use True or False or None"),
         ("--model.dim 40", "model.head_dim 16 x model.num_heads 2 is 32, not model.dim 40; use model.head_dim 20"),
         ("--model.pattern mac --model.segment 20", "model.segment is 20; use a multiple of model.memory.chunk_size 8"),
         ("--data.path /nowhere", "'/nowhere' does not exist"),
@@ -79,7 +88,11 @@ def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys,
         (["generate", "/nowhere", "--prompt", "x"], 1, "/nowhere is not a run folder"),
         (["generate", "/nowhere", "--top_p", "2"], 2, "top_p is 2.0; use a number in (0, 1]"),
         (["generate", "/nowhere", "--tempo", "2"], 2, "there is no field tempo; did you mean temperature?"),
+        (["generate"], 2, "titans generate needs RUN; see titans generate --help"),
+        (["generate", "/nowhere", "else"], 2, "else has no field in front; write --field else"),
         (["evaluate", "/nowhere"], 1, "/nowhere is not a run folder"),
+        (["evaluate", "--batches", "2"], 2, "titans evaluate needs RUN; see titans evaluate --help"),
+        (["evaluate", "/nowhere", "perplexity", "--batches", "few"], 2, "batches is 'few'; use a whole number or None"),
         (["bench", "speed"], 2, "there is no benchmark 'speed'; use titans bench memory, train, schedule or recall"),
         (["models", "all"], 2, "titans models takes no arguments, not all"),
     ],
@@ -133,8 +146,10 @@ def test_train_evaluate_generate(file, tmp_path, capsys, monkeypatch):
     assert result["step"] == 3 and 3 < result["loss"] < 6
     bits = result["loss"] * result["tokens"] / math.log(2)
     assert result["bits_per_byte"] == pytest.approx(bits / result["bytes"])
-    assert cli.main(["evaluate", "runs/small", "--batches", "1"]) == 0
+    assert cli.main(["evaluate", "runs/small", "perplexity", "--batches", "1", "--json", "False"]) == 0
     assert "bits per byte" in capsys.readouterr().out
+    assert cli.main(["evaluate", "runs/small", "perplexety"]) == 2
+    assert "tasks is 'perplexety'; use perplexity; did you mean perplexity?" in capsys.readouterr().err
 
     texts = []
     for seed in ("1", "1", "2"):
@@ -145,6 +160,27 @@ def test_train_evaluate_generate(file, tmp_path, capsys, monkeypatch):
 
     assert cli.main(["data", str(file)]) == 0
     assert "4 documents" in capsys.readouterr().out
+
+
+def test_models_can_be_read_at_80_columns(capsys, monkeypatch):
+    """Every word that a wide terminal shows is there in whole, and every rule."""
+    printed = {}
+    for width in (80, 400):
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert cli.main(["models"]) == 0
+        printed[width] = capsys.readouterr().out
+    assert max(map(len, printed[80].splitlines())) <= 80
+    words = {width: Counter(re.findall(r"[^\s│─┼]+", text)) for width, text in printed.items()}
+    assert words[80] == words[400]
+    assert set(PRESETS) <= set(words[80])
+    assert "fused for all but mesa; chunked for mesa." in " ".join(printed[80].split())
+
+
+def test_bools_are_flags_or_take_a_value():
+    for words, expected in (([], True), (["True"], True), (["False"], False)):
+        assert parse("x", ModelConfig, ["--tie_embeddings", *words, "--dim", "8"]).tie_embeddings is expected
+        assert parse("x", ModelConfig, ["--memory.momentum", *words]).memory.momentum is expected
+    assert parse("x", ModelConfig, ["--memory.momentum=None", "--tie-embeddings=False"]) == ModelConfig()
 
 
 def test_parse_works_for_any_dataclass():

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -119,7 +120,7 @@ def data(arguments: list[str]) -> None:
     """titans data CONFIG [--field value ...]"""
     _, config = configuration("titans data", arguments)
     from titans_jax import data as pipeline
-    from titans_jax.models.language_model import granularity
+    from titans_jax.models import granularity
 
     tokenizer = pipeline.load_tokenizer(config.data.tokenizer)
     align = granularity(config.model)
@@ -139,43 +140,67 @@ def compile_(arguments: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # where there are TPUs, they are none of this command's business
     from titans_jax.tpu import command
 
-    command.main(*configuration("titans compile", arguments, command.Options, reads_data=False))
+    command.main(*configuration("titans compile", arguments, command.Options))
 
 
 def models(arguments: list[str]) -> None:
     """titans models"""
     _no_arguments("titans models", arguments)
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    from titans_jax.layers.memory_gates import GATES, gates_given
     from titans_jax.memory import FORMS, choose_form
-    from titans_jax.memory.rule import presets
+    from titans_jax.memory.rule.presets import PRESETS, state_floats
+    from titans_jax.ops.backend import TPU
 
     head_dim = 64
-    table = Table(
-        "preset", "memory", "bias", "retention", "its gates", "algorithm", "floats a head", "exact", "auto on a TPU",
-        caption=f"floats of a {head_dim}-wide head; exact: the parallel forms give the token-by-token rule, not that "
-        f"of chunks; forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}",
-    )  # fmt: skip
-    for name, make in presets.PRESETS.items():
-        rule, choices = make(), GATES[name]
-        gates = [choices.retention] * (choices.retention != "keep")
-        gates += [f"{side} channels" for side in ("key", "value") if getattr(choices, side)]
-        four = (_words(choice) for choice in (rule.architecture, rule.bias, rule.retention, rule.algorithm))
-        memory, bias, retention, algorithm = four
-        floats, exact = f"{presets.state_floats(rule, head_dim):,}", "yes" if rule.exact else "no"
-        form = choose_form("auto", rule, gates_given(rule, choices), "tpu")
-        retention, gates = retention if gates else "none", ", ".join(gates)
-        table.add_row(name, memory, bias, retention, gates, algorithm, floats, exact, form)
-    Console().print(table)
+    # 80 columns hold the five with nothing to spare but a line between them.
+    table = Table("preset", "memory", "bias", "retention", "algorithm", box=box.MINIMAL, padding=0, show_edge=False)
+    table.show_lines, forms = True, {}
+    for name, preset in PRESETS.items():
+        rule, gates = preset.make(), preset.gates
+        forms.setdefault(choose_form("auto", rule, gates.example(rule), TPU), []).append(name)
+        retention = [_gate(gates.retention)] * (gates.retention != "keep")
+        retention += [f"{side} channels" for side in ("key", "value") if getattr(gates, side)]
+        table.add_row(
+            f"{name}\n{state_floats(rule, head_dim):,} floats" + ", exact" * rule.exact,
+            "\n".join(_words(rule.architecture)),
+            "\n".join(_words(rule.bias)),
+            "\n".join([*_words(rule.retention), *retention]) if retention else "none",
+            "\n".join(_words(rule.algorithm)),
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"\nfloats: what a head of width {head_dim} carries from token to token. exact: every form gives the "
+        "token-by-token rule; the others give that of chunks. Below a retention, its gates: one a matrix, or of "
+        f"channels. Forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}; what auto is on "
+        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}."
+    )
 
 
-def _words(choice: Any) -> str:
+def _words(choice: Any) -> list[str]:
     """A choice of a rule in words: its name, and its fields that are not at their defaults."""
-    name = re.sub("(?<=[a-z])(?=[A-Z])", " ", type(choice).__name__).lower()
-    changed = [f for f in dataclasses.fields(choice) if getattr(choice, f.name) != f.default]
-    return ", ".join([name] + [f"{f.name} {getattr(choice, f.name)}".replace("_", " ") for f in changed])
+    words = [re.sub("(?<=[a-z])(?=[A-Z])", " ", type(choice).__name__).lower()]
+    for f in dataclasses.fields(choice):
+        value = getattr(choice, f.name)
+        if value != f.default:
+            words.append((f.name if value is True else f"{f.name} {value}").replace("_", " "))
+    return words
+
+
+def _gate(gate: Any) -> str:
+    """The word for a gate; one that a preset brings along has none."""
+    return gate if isinstance(gate, str) else "its own gate"
+
+
+def _names(some: list[str], every: Collection[str]) -> str:
+    """These names, or the fewer that are not among them."""
+    others = [name for name in every if name not in some]
+    if len(some) <= len(others):
+        return ", ".join(some)
+    return f"all but {', '.join(others)}" if others else "all"
 
 
 def configs(arguments: list[str]) -> None:
@@ -223,13 +248,10 @@ COMMANDS = {
 # What commands share
 
 
-def configuration(
-    program: str, arguments: list[str], kind: type[SomeConfig] = Config, *, reads_data: bool = True
-) -> tuple[str, SomeConfig]:
+def configuration(program: str, arguments: list[str], kind: type[SomeConfig] = Config) -> tuple[str, SomeConfig]:
     """The name of the configuration that arguments CONFIG [--field value ...] describe, and it, valid.
 
     `kind`: Config, or a dataclass with more fields, options of the command.
-    `reads_data`: the command needs the configuration's data to be there.
 
     Raises:
       ConfigError: no such configuration, an unknown field, a value of a wrong type, or fields that do not fit together.
@@ -242,7 +264,10 @@ def configuration(
     name, default = find_config(arguments[0])
     default = kind(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)})
     config = parse(f"{program} {arguments[0]}", kind, arguments[1:], default)
-    validate(config, reads_data=reads_data)
+    validate(config)
+    from titans_jax.models import check_model
+
+    check_model(config.model)
     return name, config
 
 

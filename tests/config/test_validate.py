@@ -19,6 +19,7 @@ from titans_jax.config import (
     to_dict,
 )
 from titans_jax.config.validate import validate
+from titans_jax.models import check_model
 
 
 def test_defaults_are_valid_and_hashable():
@@ -50,7 +51,9 @@ def test_every_field_is_documented():
         ("model", {"num_heads": 3}, "model.num_heads 3 is 192, not model.dim 256; use model.dim 192"),
         ("model", {"segment": 500}, "model.segment is 500; use a multiple of model.memory.chunk_size 16, such as 496"),
         ("model", {"segment": 8}, "model.segment is 8; use a multiple of model.memory.chunk_size 16, such as 16"),
-        ("model", {"pattern": ("mak",)}, "model.pattern is ('mak',); use one or more of lmm, mac, mag, "),
+        ("model", {"pattern": ("mak",)}, "model.pattern is 'mak'; use "),
+        ("model", {"pattern": ("mak",)}, "; did you mean ma"),
+        ("model", {"pattern": "mac"}, "model.pattern is 'mac'; use one or more of text"),
         ("model", {"pattern": ()}, "model.pattern is empty; name at least one block"),
         ("model", {"pattern": ("mac", "mag", "mal")}, "model.depth is 4; use a multiple of 3, the length of "),
         ("model", {"dim": 252, "num_heads": 4, "head_dim": 63}, "model.head_dim is 63; use an even number"),
@@ -61,12 +64,11 @@ def test_every_field_is_documented():
         ("model", {"hidden_dim": "x"}, "model.hidden_dim is 'x'; use a whole number or None"),
         ("model", {"hidden_dim": 0}, "model.hidden_dim is 0; use at least 1, or None"),
         ("model", {"memory": MemoryConfig(preset="monetta")}, "model.memory.preset is 'monetta'; use retnet"),
-        ("model", {"memory": MemoryConfig(architecture="x")}, "model.memory.architecture is 'x'; use residual_mlp, "),
+        ("model", {"memory": MemoryConfig(architecture="x")}, "model.memory.architecture is 'x'; use linear, mlp, "),
         ("model", {"memory": MemoryConfig(depth=5)}, "model.memory.depth is 5; use 1 to 4"),
         ("model", {"memory": MemoryConfig(max_step_size=float("nan"))}, "max_step_size is nan; use a positive number"),
         ("model", {"memory": None}, "model.memory is None; use a MemoryConfig"),
-        ("data", {"source": "text"}, "data.path is None; data.source text needs a file or folder there"),
-        ("data", {"source": "csv"}, "data.source is 'csv'; use python, text, jsonl or tfds"),
+        ("data", {"packing": "tight"}, "data.packing is 'tight'; use documents or stream"),
         ("data", {"sequence_length": 0}, "data.sequence_length is 0; use at least 1"),
         ("data", {"validation_every": 1}, "data.validation_every is 1; use at least 2"),
         ("optimizer", {"learning_rate": 0.0}, "optimizer.learning_rate is 0.0; use a positive number"),
@@ -81,6 +83,7 @@ def test_what_cannot_work_is_refused_in_a_sentence(section, change, message):
     config = dataclasses.replace(Config(), **{section: dataclasses.replace(getattr(Config(), section), **change)})
     with pytest.raises(ConfigError) as error:
         validate(config)
+        check_model(config.model)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from titans_jax import memory, plots, sharding
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
-from titans_jax.layers.memory_gates import GATES, GateChoices
 from titans_jax.memory.rule import presets
 from titans_jax.training.flops import memory_flops
 
@@ -133,7 +132,7 @@ def measure(case: Options, peak: float) -> Measurement:
         ),
     )
     rule = memory_rule(model.memory)
-    params, *rows = random_inputs(rule, GATES[case.preset], case.batch, case.num_heads, case.time, case.head_dim)
+    params, *rows = random_inputs(rule, PRESETS[case.preset].gates, case.batch, case.num_heads, case.time, case.head_dim)
     rows, params = spread(rows, params)
     compiled = jax.jit(gradient_of_everything(rule, case.form)).lower(params, *rows).compile()
     seconds = median_seconds(lambda: compiled(params, *rows), case.repeats)

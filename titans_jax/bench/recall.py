@@ -33,15 +33,14 @@ from titans_jax.config import (
     ModelConfig,
     OptimizerConfig,
     did_you_mean,
-    has_memory,
     memory_rule,
 )
 from titans_jax.config.validate import validate
 from titans_jax.data.recall import RecallTask, recall_sequences
-from titans_jax.evaluation.perplexity import Batch, cross_entropy_sum
-from titans_jax.layers.memory_gates import GATES
 from titans_jax.layers.neural_memory import MemoryLayerState
 from titans_jax.memory.rule.presets import PRESETS
+from titans_jax.models import check_model, has_memory
+from titans_jax.models.loss import Batch, cross_entropy_sum
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import abstract_model, init_model
 from titans_jax.training.step import make_train_step
@@ -174,12 +173,13 @@ def task_and_models(options: Options) -> tuple[RecallTask, dict[Kind, ModelConfi
     models = {}
     for preset in dict.fromkeys(options.presets):
         check_preset(preset)
-        bounded = preset != ATTENTION and GATES[preset].step_size == "bounded"
+        bounded = preset != ATTENTION and PRESETS[preset].gates.step_size == "bounded"
         head_dims = options.head_dims if preset != ATTENTION else [max(options.head_dims)]
         sizes = options.max_step_sizes if bounded else [None]
         for kind in dict.fromkeys(Kind(preset, *choice) for choice in itertools.product(head_dims, sizes)):
             models[kind] = model_config(options, kind)
             validate(Config(model=models[kind], optimizer=optimizer_config(options, preset)))
+            check_model(models[kind])
     return task, models
 
 

@@ -18,7 +18,7 @@ from titans_jax.bench.timing import matmul_peak, median_seconds, spread
 from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.config.validate import validate
 from titans_jax.inference import decode_step, prefill
-from titans_jax.training.flops import training_flops_per_token
+from titans_jax.models import check_model, training_flops_per_token
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import init_model
 from titans_jax.training.step import make_train_step
@@ -49,6 +49,7 @@ def main(options: Options) -> None:
     """Measure and print one table."""
     model = options.model
     validate(Config(model=model))
+    check_model(model)
     sharding.use_cores(options.batch_size)
     graphdef, params = init_model(model, seed=0)
     count = sum(x.size for x in jax.tree.leaves(params))

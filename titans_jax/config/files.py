@@ -9,12 +9,14 @@ dictionary of several by names of their own:
 """
 
 import dataclasses
-import runpy
 from pathlib import Path
 
 import titans_jax
-from titans_jax.config import Config, ConfigError
+from titans_jax.config import Config, ConfigError, import_file
 from titans_jax.registry import did_you_mean, registrations
+
+_extensions: set[str] = set()
+"""Modules of configuration files that have registered parts."""
 
 
 def find_config(asked: str) -> tuple[str, Config]:
@@ -73,15 +75,17 @@ def load_configs(file: Path) -> dict[str, Config]:
       ConfigError: the file fails, or defines no configuration.
     """
     before = registrations()
+    module = import_file(file)
     try:
-        defined = runpy.run_path(str(file.resolve()))
-        found = defined.get("configs", {file.stem: defined.get("config")})
+        found = getattr(module, "configs", None) or {file.stem: getattr(module, "config", None)}
         configs = {name: config() if callable(config) else config for name, config in dict(found).items()}
     except Exception as error:
         raise ConfigError(f"{file} fails with {type(error).__name__}: {error}") from error
-    if not configs or not all(isinstance(config, Config) for config in configs.values()):
+    if not all(isinstance(config, Config) for config in configs.values()):
         raise ConfigError(f"{file} defines no configuration; write config = titans_jax.config.Config(...) in it")
     if registrations() > before:
+        _extensions.add(module.__name__)
+    if module.__name__ in _extensions:  # a file that is imported already registers nothing when it is asked for again
         configs = {name: _extended(config, file) for name, config in configs.items()}
     return configs
 

@@ -21,8 +21,10 @@ from titans_jax.config import (
 )
 
 
-def validate(config: Config, *, reads_data: bool = True) -> None:
-    """Refuse a configuration that cannot work; one that reads no data needs no data.path.
+def validate(config: Config) -> None:
+    """Refuse a configuration that cannot work.
+
+    What blocks ask of a model, `titans_jax.models.check_model` refuses; what a source asks of the data, the source.
 
     Raises:
       ConfigError: one sentence with the field, its value and what would work.
@@ -30,7 +32,7 @@ def validate(config: Config, *, reads_data: bool = True) -> None:
     _validate_types(config)
     _validate_ranges(config)
     _validate_model(config.model)
-    _validate_data(config, reads_data)
+    _validate_batch(config)
     _validate_processes(config.processes)
     _validate_profile(config)
 
@@ -120,11 +122,6 @@ def _validate_ranges(config: Config) -> None:
 
 
 def _validate_model(model: ModelConfig) -> None:
-    if not model.pattern:
-        raise ConfigError('model.pattern is empty; name at least one block, such as ("mac",)')
-    if model.depth % len(model.pattern):
-        length = len(model.pattern)
-        raise ConfigError(f"model.depth is {model.depth}; use a multiple of {length}, the length of model.pattern")
     width = model.num_heads * model.head_dim
     if width != model.dim:
         head_dim, rest = divmod(model.dim, model.num_heads)
@@ -136,23 +133,12 @@ def _validate_model(model: ModelConfig) -> None:
     if model.head_dim % 2:
         raise ConfigError(f"model.head_dim is {model.head_dim}; use an even number, for the rotary embedding")
     memory_rule(model.memory)
-    chunk_size = model.memory.chunk_size
-    if "mac" in model.pattern and model.segment % chunk_size:
-        below = max(model.segment // chunk_size, 1) * chunk_size
-        raise ConfigError(
-            f"model.segment is {model.segment}; use a multiple of model.memory.chunk_size {chunk_size}, such as {below}"
-        )
 
 
-def _validate_data(config: Config, reads_data: bool) -> None:
-    data = config.data
-    if reads_data and data.source != "python" and data.path is None:
-        raise ConfigError(f"data.path is None; data.source {data.source} needs a file or folder there")
-    accumulation = config.training.gradient_accumulation
-    if data.batch_size % accumulation:
-        raise ConfigError(
-            f"data.batch_size is {data.batch_size}; use a multiple of training.gradient_accumulation {accumulation}"
-        )
+def _validate_batch(config: Config) -> None:
+    rows, accumulation = config.data.batch_size, config.training.gradient_accumulation
+    if rows % accumulation:
+        raise ConfigError(f"data.batch_size is {rows}; use a multiple of training.gradient_accumulation {accumulation}")
 
 
 def _validate_processes(processes: ProcessesConfig) -> None:
