@@ -61,9 +61,11 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
 
 
 def init_state(rule: MemoryRule, params: Params) -> MemoryState:
-    """The state before the first token: the start weights, no momentum, an empty chunk."""
+    """The state before the first token: the start weights (of a rule that forgets to them: no change since), no
+    momentum, an empty chunk."""
     weights = tuple(w.astype(state_dtype(w.dtype)) for w in params["weights"])
-    momentum = tuple(jnp.zeros_like(w) for w in weights) if rule.algorithm.has_momentum else ()
+    zeros = tuple(jnp.zeros_like(w) for w in weights)
+    weights, momentum = zeros if rule.forget_to_start else weights, zeros if rule.algorithm.has_momentum else ()
     return MemoryState(weights, momentum, weights, 0)
 
 

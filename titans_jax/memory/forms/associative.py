@@ -26,6 +26,7 @@ from titans_jax.memory.forms.inner_gradient import (
     inner_loss,
     read,
     readable_weights,
+    since_zero,
     token_retention,
 )
 from titans_jax.memory.forms.lag_token import LagToken
@@ -83,7 +84,7 @@ class AssociativeScan(ChunkAlgorithm):
         rule, gates = self.rule, prepared.gates
         if prepared.starts_document is not None:
             start = select_state(prepared.starts_document, initial, start)
-        opened = rule.retention.weights(start.anchor, params)
+        opened = rule.retention.weights(since_zero(rule, params, start.anchor), params)
 
         def loss(weights, token):
             def linear(i, x):

@@ -30,6 +30,7 @@ from titans_jax.memory.forms.inner_gradient import (
     close_chunk,
     gradient_weights,
     inner_gradients,
+    since_zero,
     split_columns,
 )
 from titans_jax.memory.forms.intra_chunk import ChannelIntraChunk, IntraChunk, intra_chunks
@@ -117,10 +118,10 @@ class ChunkwiseGradient(ChunkAlgorithm):
         rule, retention, operand_dtype = self.rule, self.rule.retention, tokens.keys.dtype
         if prepared.starts_document is not None:
             start = select_state(prepared.starts_document, initial, start)
-        anchor = retention.weights(start.anchor, params)
+        carried_anchor = since_zero(rule, params, start.anchor)
+        anchor, slopes = retention.weights(carried_anchor, params), retention.slope(carried_anchor, params)
         found = inner_gradients(rule, params, gradient_weights(rule, anchor, prepared.first_gate), tokens)
         momenta = start.momentum or (None,) * len(start.weights)
-        slopes = retention.slope(start.anchor, params)
 
         def linears(parts):
             both = zip(split_columns(start.weights, parts), split_columns(found.deltas, parts), strict=True)
@@ -130,10 +131,10 @@ class ChunkwiseGradient(ChunkAlgorithm):
             """x times the fast matrix i after every token's own write."""
             matrix = prepared.matrices[i]
             moved = matrix.read(x, carried[i], momenta[i], found.inputs[i], deltas[i], operand_dtype)
-            if retention.linear:
-                return moved
-            if retention.homogeneous:
-                return slopes[i] * moved
+            if retention.linear or retention.homogeneous:
+                if rule.forget_to_start:
+                    moved = matmul(x, params["weights"][i], operand_dtype) + moved
+                return moved if retention.linear else slopes[i] * moved
             return matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
 
         reads = rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(tokens.queries))

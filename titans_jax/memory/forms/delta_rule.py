@@ -188,10 +188,15 @@ class DeltaRule(ChunkAlgorithm):
             parts = zip((keys[:size], keys[size:]), (anchor, sources[0]), strict=True)
             at_anchor = jnp.concatenate([matmul(x, w, operand_dtype) for x, w in parts])
         from_start, values = from_sources(prepared.error_scales, keys, at_anchor), to_state_dtype(tokens.values)
+        if self.rule.forget_to_start:  # the same system for what is carried, of what the start does not know yet
+            (learned,) = params["weights"]
+            from_start = from_start + matmul(keys, learned, operand_dtype)
         errors = slope * from_start - values
         if prepared.inverse is not None:
             errors = solve_tril.solve(False, slope * prepared.overlap, prepared.inverse, errors)
         reads = from_sources(prepared.read_scales, tokens.queries) + matmul(prepared.scores, errors, operand_dtype)
+        if self.rule.forget_to_start:
+            reads = reads + matmul(tokens.queries, learned, operand_dtype)
 
         def moved(scales, sources, written):
             parts = zip(scales, sources, strict=True)

@@ -96,12 +96,20 @@ def split_columns(matrices: Matrices, parts: int):
     return [matrices] if parts == 1 else zip(*(jnp.split(matrix, parts, axis=1) for matrix in matrices), strict=True)
 
 
+def since_zero(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
+    """What the retention gate is a function of: the carried matrices, and the learned start that they have changed
+    since where the rule forgets to it."""
+    if not rule.forget_to_start:
+        return carried
+    return tuple(w.astype(c.dtype) + c for w, c in zip(params["weights"], carried, strict=True))
+
+
 def readable_weights(rule: MemoryRule, params: Params, state: MemoryState) -> Matrices:
     """The fast weights that a read at this state sees: those of the chunk's start, moved along (see `retentions`)."""
     if rule.retention.linear:
-        return state.weights
-    opened = rule.retention.weights(state.anchor, params)
-    slopes = rule.retention.slope(state.anchor, params)
+        return since_zero(rule, params, state.weights)
+    anchor = since_zero(rule, params, state.anchor)
+    opened, slopes = rule.retention.weights(anchor, params), rule.retention.slope(anchor, params)
     parts = zip(opened, slopes, state.weights, state.anchor, strict=True)
     return tuple(w + slope * (carried - anchor) for w, slope, carried, anchor in parts)
 
@@ -112,10 +120,20 @@ def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Ar
     if rule.retention.linear:
         return end.carried, end.reads
     over = True if end.is_full is None else end.is_full
-    closed = rule.retention.close(end.carried, end.anchor, params)
-    last = read(rule, params, rule.retention.weights(closed, params), queries[-1:])
+    closed = close(rule, params, end.carried, end.anchor)
+    last = read(rule, params, rule.retention.weights(since_zero(rule, params, closed), params), queries[-1:])
     carried = tuple(jnp.where(over, new, old) for new, old in zip(closed, end.carried, strict=True))
     return carried, jnp.concatenate([end.reads[:-1], jnp.where(over, last, end.reads[-1:])])
+
+
+def close(rule: MemoryRule, params: Params, carried: Matrices, anchor: Matrices) -> Matrices:
+    """What is carried on after a chunk, by `Retention.close`."""
+    if rule.retention.linear:
+        return carried
+    closed = rule.retention.close(since_zero(rule, params, carried), since_zero(rule, params, anchor), params)
+    if not rule.forget_to_start:
+        return closed
+    return tuple(c - w.astype(c.dtype) for w, c in zip(params["weights"], closed, strict=True))
 
 
 class ChunkEnd(NamedTuple):

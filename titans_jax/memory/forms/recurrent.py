@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs, Tokens
 from titans_jax.memory.forms.inner_gradient import (
+    close,
     gradient_weights,
     inner_gradients,
     read,
     readable_weights,
+    since_zero,
     token_retention,
 )
 from titans_jax.memory.gates import Gates
@@ -50,7 +52,8 @@ def write(
 ) -> tuple[MemoryState, Surprise]:
     """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise [1]."""
     matrices = len(state.weights)
-    anchor = gradient_weights(rule, rule.retention.weights(state.anchor, params), gate)
+    anchor = rule.retention.weights(since_zero(rule, params, state.anchor), params)
+    anchor = gradient_weights(rule, anchor, gate)
     own = (None if x is None else x[None] for x in (gate.bias_gate, gate.key_step_size, gate.value_step_size))
     inputs, deltas, surprise = inner_gradients(rule, params, anchor, Tokens(key, key, value, *own))
     lagging = rule.retention.lags & (state.position == 0)
@@ -68,7 +71,7 @@ def write(
     position = state.position + 1
     closed = position == rule.chunk_size
     if not rule.retention.linear:
-        after = rule.retention.close(tuple(weights), state.anchor, params)
+        after = close(rule, params, tuple(weights), state.anchor)
         weights = [jnp.where(closed, new, w) for new, w in zip(after, weights, strict=True)]
     anchor = tuple(jnp.where(closed | lagging, w, a) for w, a in zip(weights, state.anchor, strict=True))
     return MemoryState(tuple(weights), tuple(momentum), anchor, jnp.where(closed, 0, position)), surprise

@@ -17,6 +17,9 @@ class MemoryRule:
     chunk_size is part of the model (Titans eq 16; memory/README.md, Chunks and anchors): inner gradients are taken at
     the memory of the chunk's start.
     learned_start: the memory starts from learned weights (Titans, TTT, Miras) or from zero (linear recurrent models).
+    forget_to_start: what is carried is the change since the learned start, D = A - A_0, and retention acts on it alone:
+    forgetting leads back to what was learned in training, not to zero. It is Miras' retention gate with R = ||W -
+    M_0||^2 in place of ||W||^2 (memory/README.md, Forgetting to the start).
     Raises ValueError for choices that exclude each other.
     """
 
@@ -26,6 +29,7 @@ class MemoryRule:
     algorithm: Algorithm
     chunk_size: int
     learned_start: bool = True
+    forget_to_start: bool = False
 
     def __post_init__(self):
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
@@ -41,6 +45,10 @@ class MemoryRule:
                 raise ValueError(
                     f"{field} is {getattr(self, field)!r}: it must be a value that {kind.__module__} makes."
                 )
+        if self.forget_to_start and (not self.learned_start or self.retention.lags):
+            raise ValueError(
+                "forget_to_start is True: it needs a learned start and a retention gate without a lag token; use False."
+            )
         if self.retention.positive and not self.architecture.normalized:
             raise ValueError(
                 f"retention is {self.retention}: its weights are positive, and {self.architecture} needs negative "
