@@ -50,7 +50,7 @@ def test_overrides_are_typed(file):
         ("--model.dim", "model.dim has no value; use a whole number"),
         ("--model.dim 1.5", "model.dim is '1.5'; use a whole number"),
         ("--model.dtype half", "model.dtype is 'half'; use bfloat16, float32 or float64"),
-        ("--model.pattern mac mok", "model.pattern is 'mok'; use "),
+        ("--model.pattern mac mok", "model.pattern is ('mac', 'mok'); use one or more of lmm, mac"),
         ("--model.pattern", "model.pattern is empty; name at least one block"),
         ("--data.source csv", "data.source='csv' is unknown: use 'python', 'text', 'jsonl' or 'tfds'"),
         ("--data.source text --data.path None", "data.path is missing: data.source='text' reads the file or folder"),

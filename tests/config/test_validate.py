@@ -51,7 +51,7 @@ def test_every_field_is_documented():
         ("model", {"num_heads": 3}, "model.num_heads 3 is 192, not model.dim 256; use model.dim 192"),
         ("model", {"segment": 500}, "model.segment is 500; use a multiple of model.memory.chunk_size 16, such as 496"),
         ("model", {"segment": 8}, "model.segment is 8; use a multiple of model.memory.chunk_size 16, such as 16"),
-        ("model", {"pattern": ("mak",)}, "model.pattern is 'mak'; use "),
+        ("model", {"pattern": ("mak",)}, "model.pattern is ('mak',); use one or more of lmm, mac, mag, "),
         ("model", {"pattern": ("mak",)}, "; did you mean ma"),
         ("model", {"pattern": "mac"}, "model.pattern is 'mac'; use one or more of text"),
         ("model", {"pattern": ()}, "model.pattern is empty; name at least one block"),

@@ -79,13 +79,14 @@ def test_no_collective_runs_per_chunk(lmm):
 
 def test_a_segment_of_mac_runs_its_kernels_at_most_twice_forward():
     """Remat full repeats a layer; of a segment, which is repeated in that, what its kernels leave is kept."""
-    once, again = (
+    once, repeated = (
         compile_step(with_model(LMM, pattern=("mac",), segment=128, remat=remat), find_topology("v5e:2x2"))
         for remat in ("none", "full")
     )
-    assert again.kernels.calls == again.kernels.scheduled and "layers/blocked" not in again.cycles
+    assert repeated.kernels.calls == repeated.kernels.scheduled
+    assert "layers/attention/xla" not in repeated.cycles
     for kernel in ("memorize", "segment_attention"):
-        assert 1 < again.kernels.cycles[kernel] / once.kernels.cycles[kernel] < 2.5  # the schedules differ a little
+        assert 1 < repeated.kernels.cycles[kernel] / once.kernels.cycles[kernel] < 2.5  # the schedules differ a little
 
 
 def test_only_gradients_cross_slices():
@@ -140,7 +141,7 @@ def test_a_step_that_does_not_fit_is_refused(file, capsys):
     ],
 )
 def test_the_nearest_that_fits(monkeypatch, remat, rows_that_fit, advice):
-    """Of a compiler to which every row costs the same, with remat full: as many rows at once as can be."""
+    """As many rows at once as can be, by a compiler to which every row costs the same with remat full."""
     tried = []
 
     def compiler(config, topology):

@@ -17,8 +17,10 @@ HEADS = 2
 
 
 def compiled(topology, rule, time, head_dim, streamed, channels=()):
-    """Of the gradient of all reads. Streamed: documents, and padding behind a state whose position is traced. channels:
-    gates that every channel has of its own."""
+    """The program of the gradient of all reads.
+
+    streamed: documents, and padding behind a state whose position is traced. channels: gates that every channel has.
+    """
     mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=place)

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from titans_jax import memory, plots, sharding
 from titans_jax.bench.timing import matmul_peak, median_seconds, spread
-from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
-from titans_jax.memory.rule import presets
-from titans_jax.training.flops import memory_flops
+from titans_jax.config import MemoryConfig, ModelConfig, gate_choices, memory_rule
+from titans_jax.memory.rule.gate_choices import GateChoices
+from titans_jax.memory.rule.presets import PRESETS
+from titans_jax.models.flops import memory_flops
 
 # (time, expansion, chunk_size): short sequences at both chunk sizes, then one layout from 1K to 32K tokens.
 CASES = ((1024, 2, 64), (1024, 4, 16), (4096, 2, 16))
@@ -29,7 +30,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 class Options:
     """Time the memory's forward and backward pass; without `time`, the standard cases and lengths 1K to 32K."""
 
-    preset: Literal[tuple(presets.PRESETS)] | None = None
+    preset: Literal[tuple(PRESETS)] | None = None
     """Time this rule at 4,096 tokens, chunked and token by token, instead of the standard cases of Titans."""
     all: bool = False
     """Time every preset, chunked, at 4,096 tokens."""
@@ -108,7 +109,7 @@ def cases(options: Options) -> list[Options]:
     """What is timed: one set of options, with every choice made, per row."""
     time = options.time or 4096
     if options.all:
-        return [replace(options, preset=name, time=time) for name in presets.PRESETS]
+        return [replace(options, preset=name, time=time) for name in PRESETS]
     if options.preset:
         return [replace(options, time=time, form=form) for form in ("chunked", "recurrent")]
     options = replace(options, preset="titans")
@@ -132,7 +133,9 @@ def measure(case: Options, peak: float) -> Measurement:
         ),
     )
     rule = memory_rule(model.memory)
-    params, *rows = random_inputs(rule, PRESETS[case.preset].gates, case.batch, case.num_heads, case.time, case.head_dim)
+    params, *rows = random_inputs(
+        rule, gate_choices(model.memory), case.batch, case.num_heads, case.time, case.head_dim
+    )
     rows, params = spread(rows, params)
     compiled = jax.jit(gradient_of_everything(rule, case.form)).lower(params, *rows).compile()
     seconds = median_seconds(lambda: compiled(params, *rows), case.repeats)

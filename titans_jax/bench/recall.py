@@ -327,7 +327,7 @@ def table(rows: list[Measurement]) -> Table:
 def lines(rows: list[Measurement]) -> dict[str, list[list[Measurement]]]:
     """What the plot draws of each preset: the runs of all seeds at each size of the state, from the smallest.
 
-    Of several step sizes, the one that is most accurate in the mean over seeds.
+    With several step sizes, the one that is most accurate in the mean over seeds.
     """
     best: dict[str, dict[int, list[Measurement]]] = {}
     for kind, group in sorted(by_kind(rows).items(), key=lambda item: mean_accuracy(item[1])):

@@ -174,13 +174,13 @@ def deep_presets() -> list[str]:
 
     from titans_jax.memory.rule.presets import PRESETS
 
-    return [name for name, make in PRESETS.items() if "expansion" in inspect.signature(make).parameters]
+    return [name for name, preset in PRESETS.items() if "expansion" in inspect.signature(preset.make).parameters]
 
 
 def rule_of(case: Case):
     from titans_jax.memory.rule.presets import PRESETS
 
-    return PRESETS[case.preset](expansion=case.expansion, chunk_size=case.chunk_size)
+    return PRESETS[case.preset].make(expansion=case.expansion, chunk_size=case.chunk_size)
 
 
 def forward(case: Case, form: str):
@@ -214,20 +214,21 @@ def inputs(case: Case, mesh):
     import jax.numpy as jnp
 
     from titans_jax.bench.memory import random_inputs
-    from titans_jax.layers.memory_gates import GATES
+    from titans_jax.memory.rule.presets import PRESETS
 
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shape = functools.partial(jax.ShapeDtypeStruct, sharding=place)
     sizes = (case.rows, case.heads, CHUNKS * case.chunk_size, case.head_dim)
-    params, *tokens, gates = jax.eval_shape(lambda: random_inputs(rule_of(case), GATES[case.preset], *sizes))
+    params, *tokens, gates = jax.eval_shape(lambda: random_inputs(rule_of(case), PRESETS[case.preset].gates, *sizes))
 
-    def beside(x, dtype):
-        """Of a token's heads."""
+    def heads_last(x, dtype):
+        """[rows, heads, time, ...] as a model has it, [rows, time, heads, ...]."""
         rows, heads, time, *rest = x.shape
         return shape((rows, time, heads, *rest), dtype)
 
     params = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
-    return params, *[beside(x, jnp.bfloat16) for x in tokens], jax.tree.map(lambda x: beside(x, jnp.float32), gates)
+    gates = jax.tree.map(lambda x: heads_last(x, jnp.float32), gates)
+    return params, *[heads_last(x, jnp.bfloat16) for x in tokens], gates
 
 
 def save(rows: list[Row], folder: Path) -> Path:

@@ -25,7 +25,7 @@ def import_extensions(paths: Iterable[str]) -> None:
 
 
 def import_file(path: Path) -> ModuleType:
-    """A Python file as a module; one that is imported already, and has not changed, is not run again.
+    """A Python file as a module; one that is imported already, and has not changed, is not run a second time.
 
     Raises:
       ConfigError: the file is not there, or fails.

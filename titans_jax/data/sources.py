@@ -150,8 +150,8 @@ def _hold_out(documents: Documents, split: Split, config: DataConfig) -> Documen
         )
     if len(documents) == 1:
         text = documents[0]
-        border = len(text) - len(text) // every
-        return Documents([text[:border] if split == "train" else text[border:]], str)
+        end = len(text) - len(text) // every
+        return Documents([text[:end] if split == "train" else text[end:]], str)
     if split == "train":
         return Documents([item for number, item in enumerate(documents.items, 1) if number % every], documents.read)
     if not documents.items[every - 1 :]:

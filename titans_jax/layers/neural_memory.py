@@ -1,4 +1,4 @@
-"""The neural memory as a layer: projections in front, one memory per head, norm and gate behind (papers.md 1.5).
+"""The neural memory as a layer: projections in front, one memory per head, norm and gate behind (Titans 4.4).
 
     q, k, v = silu(conv(x W))          each its own projection and convolution; q and k to unit norm per head
     alpha, eta, theta = gates(x)       per token, head and fast matrix, or as the preset's paper has them
@@ -59,7 +59,13 @@ class MemoryInput(nnx.Module):
         self.projection = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.convolution = CausalConvolution(config, width, rngs=rngs)
 
-    def __call__(self, x, tail, documents: Documents | None = None, initial_tail=None) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self,
+        x: jax.Array,
+        tail: jax.Array,
+        documents: Documents | None = None,
+        initial_tail: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
         """Also returns the convolution's next tail; see `CausalConvolution`."""
         x = constrain(self.projection(x), BATCH, None, "tensor")
         unit_norm = self.heads[-1] if self.unit_norm else None
@@ -72,7 +78,7 @@ class MemoryInput(nnx.Module):
 class NeuralMemory(nnx.Module):
     """A sequence layer that learns while it reads, [b, t, dim] -> [b, t, dim].
 
-    One independent memory per head, whose start M_0 is a learned parameter per head (papers.md 1.11-k).
+    One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -117,12 +123,12 @@ class NeuralMemory(nnx.Module):
 
         Args:
           state: of the tokens before; None is the start of a sequence.
-          documents: packed documents, aligned to `chunk_size`; each begins with the memory of the sequence's start.
+          documents: packed documents, aligned to `chunk_size`; each starts with the memory of the sequence's start.
           persistent: [n, dim], read before the first token of a sequence and of every document.
 
         Returns:
-          y [b, t, dim], the state after x, and a report (see `memorize`). After documents the state is to look at, not
-          to read on from.
+          y [b, t, dim], the state after x, and a report (see `memorize`). After documents the state can be looked at,
+          but not read on from.
         """
         start = None
         if state is None or documents is not None:
@@ -140,7 +146,10 @@ class NeuralMemory(nnx.Module):
         start: MemoryLayerState | None = None,
         mask: jax.Array | None = None,
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
-        """Write x [b, t, dim]; the raw reads [b, t, h, d], the next state, and what to watch.
+        """Write x [b, t, dim]: the raw reads [b, t, h, d], the next state, and a report.
+
+        Args as of a call; mask: bool [b, t], False at padding, where there are no documents; start: the state of a
+        document's start, without the batch axis.
 
         The report holds retention, momentum, step_size (means over heads and matrices) and inner_loss (mean over
         heads), each [b, t], and weight_norm [b], the mean Frobenius norm of a head's weights at the end.
@@ -184,7 +193,7 @@ class NeuralMemory(nnx.Module):
         """The state before a document's first token, without the batch axis: M_0 with no momentum and no history, or
         what that is after reading persistent tokens [n, dim].
 
-        The chunk grid begins anew after the persistent tokens, so that a document begins on it whatever n is.
+        A chunk starts after the persistent tokens, so that a document starts with a chunk whatever n is.
         """
         params = self.params()
         first = jax.vmap(lambda params: memory.init_state(self.rule, params))(params)
@@ -200,7 +209,7 @@ class NeuralMemory(nnx.Module):
         return MemoryLayerState(memory.MemoryState(weights, momentum, anchor=weights, position=0), tails)
 
     def init_state(self, batch: int, persistent: jax.Array | None = None) -> MemoryLayerState:
-        """`start` for every row of a batch, as arrays only: the state that streaming begins with."""
+        """`start` for every row of a batch, as arrays only: the state that streaming starts with."""
         state = broadcast(self.start(persistent), batch)
         return state._replace(memory=_replace(state.memory, position=jnp.zeros((), jnp.int32)))
 
@@ -213,8 +222,17 @@ class NeuralMemory(nnx.Module):
         dtype = wide_dtype(self.dtype)
         return {"weights": tuple(jnp.zeros((self.num_heads, *shape), dtype) for shape in shapes), **slow}
 
-    def _memorize(self, state, queries, keys, values, gates, resets, start):
-        """`memory.memorize` for a batch of heads. Position is shared by all of them, so it travels beside the vmap."""
+    def _memorize(
+        self,
+        state: memory.MemoryState,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        gates: memory.Gates,
+        resets: jax.Array | None,
+        start: memory.MemoryState | None,
+    ) -> tuple[jax.Array, memory.MemoryState, memory.Surprise]:
+        """`memory.memorize` for a batch of heads. Position is shared by all of them, so it is not mapped over."""
         batch, time = queries.shape[:2]
         position = state.position
         form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, gates)
@@ -249,7 +267,7 @@ class NeuralMemory(nnx.Module):
             reads, after, surprise = per_device(rows, batch, gates)(position, *arguments)
         else:
             reads, after, surprise = rows(position, *arguments)
-        # Documents begin on the chunk grid, so the open chunk is as long in every row.
+        # Documents start with a chunk, so the open chunk is as long in every row.
         return (
             reads,
             _replace(after, position=(position + time * self.rule.algorithm.steps) % self.rule.chunk_size),
@@ -282,7 +300,7 @@ def broadcast(state: Any, batch: int) -> Any:
     return jax.tree.map(lambda x: x if isinstance(x, int) else jnp.broadcast_to(x, (batch, *x.shape)), state)
 
 
-def _replace(state: memory.MemoryState, position) -> memory.MemoryState:
+def _replace(state: memory.MemoryState, position: int | jax.Array | None) -> memory.MemoryState:
     return dataclasses.replace(state, position=position)
 
 

@@ -1,4 +1,4 @@
-"""Attention blocks: Transformer++ (full attention) and its sliding-window form, the baselines beside the memories."""
+"""Attention blocks: Transformer++ (full attention) and its sliding-window form, the baselines of the memories."""
 
 import jax
 from flax import nnx
@@ -25,11 +25,13 @@ class AttentionBlock(Block):
     def __call__(
         self, x: jax.Array, state: AttentionState | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, AttentionState | None, dict[str, jax.Array]]:
+        """See `Block`."""
         y, state = self.attention(self.attention_norm(x), state, documents)
         x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x)), state, {}
 
     def init_state(self, batch: int, max_length: int | None = None) -> AttentionState:
+        """See `Block`; room for max_length tokens, or for a window's."""
         return self.attention.init_state(batch, max_length)
 
     @staticmethod

@@ -5,7 +5,7 @@
     logits, state = model.extend(prompt, state)        # prefill
     logits, state = model.extend(token, state)         # decode
 
-The two are the same blocks: a call begins a sequence, `extend` begins where its state ends.
+The two are the same blocks: a call starts a sequence, `extend` starts where its state ends.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class LanguageModel(nnx.Module):
         Args:
           tokens: int32 [batch, time].
           segment_ids: int32 [batch, time], one id per packed document, 0 at padding; None is one document a row. Each
-            document must begin at a multiple of `granularity(config)`, or rows need `config.document_slack` further
+            document must start at a multiple of `granularity(config)`, or rows need `config.document_slack` further
             slots for moving it there; a row that does not fit has NaN logits.
           return_diagnostics: also return what the memories did, {"retention", "momentum", "step_size", "inner_loss",
             "weight_norm"} (no "momentum" where the rule has none): float32 [memory layers], means over rows, tokens,

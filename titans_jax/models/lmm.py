@@ -1,4 +1,4 @@
-"""LMM: the neural memory alone, without attention (Titans 4.3; papers.md 1.10)."""
+"""LMM: the neural memory alone, without attention (Titans 4.3)."""
 
 import jax
 from flax import nnx
@@ -17,8 +17,8 @@ from titans_jax.models.flops import feed_forward_flops, memory_layer_flops
 class LMM(Block):
     """x += memory([P | norm(x)]); x += feed_forward(norm(x)).
 
-    The memory reads the persistent tokens P first (the paper's ablation implies it, papers.md 1.7); their outputs are
-    dropped.
+    The memory reads the persistent tokens P first, as the paper's ablation implies (memory/README.md, Readings); their
+    outputs are dropped.
     """
 
     has_memory = True
@@ -33,11 +33,13 @@ class LMM(Block):
     def __call__(
         self, x: jax.Array, state: MemoryLayerState | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
+        """See `Block`."""
         y, state, report = self.memory(self.memory_norm(x), state, documents, self.persistent())
         x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MemoryLayerState:
+        """See `Block`; of constant size, so max_length changes nothing."""
         return self.memory.init_state(batch, self.persistent())
 
     @staticmethod

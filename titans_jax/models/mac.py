@@ -1,4 +1,4 @@
-"""MAC: memory as context (Titans eq 21-25; papers.md 1.8, reading 1).
+"""MAC: memory as context (Titans eq 21-25).
 
 Per segment of `config.segment` tokens, x being its normalised rows and M the memory that the segments before left:
 
@@ -7,7 +7,7 @@ Per segment of `config.segment` tokens, x being its normalised rows and M the me
     m = read of the memory at q(y), after writing k(y), v(y)     token t reads its own write and none later
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
-Readings taken where the paper is open or would leak the future (papers.md 1.8, 1.11): one h per token, seen causally;
+Readings where the paper is open or would leak the future (memory/README.md, Readings): one h per token, seen causally;
 the last read is per token, with its own query q(y); only the segment's rows are written, not P or h; the gate is MAG's;
 h is normalised per head, and m passes the memory layer's norm, gate and output projection; convolutions run over the
 whole sequence (one stream of x for h, one of y for the write). Attention is full causal inside the segment; h_j takes
@@ -98,6 +98,7 @@ class MAC(Block):
     def __call__(
         self, x: jax.Array, state: MACState | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, MACState, dict[str, jax.Array]]:
+        """See `Block`."""
         normed = self.norm(x)
         if state is None:
             y, reads, state, report = self._segments(normed, self.init_state(x.shape[0]), documents)
@@ -113,6 +114,7 @@ class MAC(Block):
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
+        """See `Block`; of constant size, so max_length changes nothing."""
         start = self.memory.start()
         start = start._replace(memory=dataclasses.replace(start.memory, position=None))
         prefix = self.attention.prefix(self.persistent())
@@ -145,7 +147,7 @@ class MAC(Block):
             )
 
     def _open_segment(self, memory: MemoryLayerState, tail: jax.Array, prefix: KeyValues) -> MACState:
-        """The state at a segment's border."""
+        """The state at a segment's start."""
         shape = (tail.shape[0], self.segment, self.attention.num_heads, self.attention.head_dim)
         empty = KeyValues(*[jnp.zeros(shape, self.attention.dtype)] * 2)
         return MACState(memory, tail, memory.memory.weights, (empty, empty), prefix, jnp.zeros((), jnp.int32))
@@ -153,7 +155,7 @@ class MAC(Block):
     def _segments(
         self, x: jax.Array, state: MACState, documents: Documents | None = None
     ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
-        """x [b, t, dim] from a segment's border on: a scan over the whole segments, then what is left."""
+        """x [b, t, dim] from a segment's start on: a scan over the whole segments, then what is left."""
         batch, time, _ = x.shape
         first = self.init_state(batch)
         positions = jnp.arange(time, dtype=jnp.int32) % self.segment
@@ -163,8 +165,8 @@ class MAC(Block):
             rows, documents = inputs
             mask = None
             if documents is not None:
-                mask, begins = documents.mask, documents.starts[:, 0]
-                memory = jax.tree.map(lambda new, old: jnp.where(_like(begins, old), new, old), first.memory, memory)
+                mask, starts = documents.mask, documents.starts[:, 0]
+                memory = jax.tree.map(lambda new, old: jnp.where(_like(starts, old), new, old), first.memory, memory)
             weights = memory.memory.weights
             memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, state.prefix, mask=mask)
             return memory, (y, reads, weights, context, report)
@@ -178,18 +180,18 @@ class MAC(Block):
             scanned = jax.checkpoint(scanned, prevent_cse=False, policy=policy)
 
         whole, rest = divmod(time, self.segment)
-        border = whole * self.segment
+        end = whole * self.segment
         memory, parts = state.memory, []
         if whole:
             cut = functools.partial(_cut, whole, self.segment)
             memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
-            merge = lambda rows: jnp.moveaxis(rows, 0, 1).reshape(batch, border, *rows.shape[3:])  # noqa: E731
+            merge = lambda rows: jnp.moveaxis(rows, 0, 1).reshape(batch, end, *rows.shape[3:])  # noqa: E731
             report = {n: r[-1] if n == "weight_norm" else merge(r) for n, r in report.items()}
             parts.append((merge(y), merge(reads), report))
         state = self._open_segment(memory, tail, state.prefix)
         if rest:
             memory, (y, reads, weights, context, report) = one_segment(
-                memory, jax.tree.map(lambda rows: rows[:, border:], (rows, documents))
+                memory, jax.tree.map(lambda rows: rows[:, end:], (rows, documents))
             )
             room = [(0, 0), (0, self.segment - rest), (0, 0), (0, 0)]
             context = jax.tree.map(lambda rows: jnp.pad(rows, room), context)
@@ -203,7 +205,7 @@ class MAC(Block):
     ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
         """x [b, t, dim] from anywhere in a segment on."""
 
-        def one_token(state, token):
+        def one_token(state: MACState, token: jax.Array):
             y, reads, state, report = self._token(token[:, None], state)
             return state, (y[:, 0], reads[:, 0], report)
 
@@ -254,7 +256,7 @@ class MAC(Block):
           weights: the memory at the segment's start, which h reads.
           prefix: keys and values of P [b, n, heads, head_dim].
           index: place of the first token in the segment; static 0 keeps the memory's chunks and the mask static.
-          context: keys and values of h and x in the segment so far; None when the tokens begin it.
+          context: keys and values of h and x in the segment so far; None when the tokens start it.
           mask: bool [b, t], False at padding.
 
         Returns:

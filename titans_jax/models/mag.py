@@ -1,4 +1,4 @@
-"""MAG: memory as gate (Titans eq 26-28; papers.md 1.9)."""
+"""MAG: memory as gate (Titans eq 26-28)."""
 
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ class MAG(Block):
     def __call__(
         self, x: jax.Array, state: MAGState | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, MAGState, dict[str, jax.Array]]:
+        """See `Block`."""
         memory, attention = (None, None) if state is None else state
         normed = self.norm(x)
         content, attention = self.attention(normed, attention, documents, self.persistent())
@@ -62,6 +63,7 @@ class MAG(Block):
         return x + self.feed_forward(self.feed_forward_norm(x)), MAGState(memory, attention), report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MAGState:
+        """See `Block`; of constant size, so max_length changes nothing."""
         return MAGState(
             self.memory.init_state(batch, self.persistent()),
             self.attention.init_state(batch, max_length, self.persistent()),

@@ -1,4 +1,4 @@
-"""MAL: memory as a layer, under a sliding-window attention (Titans eq 29-31; papers.md 1.10)."""
+"""MAL: memory as a layer, under a sliding-window attention (Titans eq 29-31)."""
 
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ class MAL(Block):
     """x += memory([P | norm(x)]); x += window_attention([P | norm(x)]); x += feed_forward(norm(x)).
 
     Each layer has its own norm and residual connection, interleaved as in Samba with one feed-forward per block
-    (papers.md 1.10). Both read the same persistent tokens P, which for the attention stand in place of the memory's
-    outputs at P; no output at P is computed.
+    (memory/README.md, Readings). Both read the same persistent tokens P, which for the attention stand in place of the
+    memory's outputs at P; no output at P is computed.
     """
 
     has_memory = True
@@ -52,6 +52,7 @@ class MAL(Block):
     def __call__(
         self, x: jax.Array, state: MALState | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, MALState, dict[str, jax.Array]]:
+        """See `Block`."""
         memory, attention = (None, None) if state is None else state
         y, memory, report = self.memory(self.memory_norm(x), memory, documents, self.persistent())
         x = x + y
@@ -60,6 +61,7 @@ class MAL(Block):
         return x + self.feed_forward(self.feed_forward_norm(x)), MALState(memory, attention), report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MALState:
+        """See `Block`; of constant size, so max_length changes nothing."""
         return MALState(
             self.memory.init_state(batch, self.persistent()),
             self.attention.init_state(batch, max_length, self.persistent()),

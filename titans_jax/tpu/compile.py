@@ -21,11 +21,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from titans_jax import sharding
 from titans_jax.config import Config, ConfigError
+from titans_jax.models import training_flops_per_token
 from titans_jax.ops.chips import GIB
 from titans_jax.tpu.hlo import Collective, Program
 from titans_jax.tpu.schedules import Kernels, compiling, kernel_cycles
 from titans_jax.tpu.topology import Topology, describe
-from titans_jax.training.flops import training_flops_per_token
 from titans_jax.training.mesh import mesh_of
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import abstract_model
@@ -47,7 +47,7 @@ class Report:
     topology: Topology
     mesh: dict[str, int]
     rows: int
-    """Of a step, over all chips."""
+    """Rows of a step, over all chips."""
     sequence_length: int
     accumulation: int
     remat: str
@@ -57,7 +57,7 @@ class Report:
     host: float
     """Bytes of the host's memory that activations of remat `offload` take."""
     flops: float
-    """Of a step, counted analytically, without what rematerialisation repeats."""
+    """Operations of a step, counted analytically, without what rematerialisation repeats."""
     cycles: Counter[str]
     """Estimated cycles of a step by source file; those of Pallas kernels by `kernel` and their name."""
     kernels: Kernels
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def kernel_share(self) -> float:
-        """Of the cycles, that of Pallas kernels."""
+        """The share of the cycles that Pallas kernels take."""
         return self.kernels.cycles.total() / self.cycles.total()
 
     @property
@@ -273,7 +273,7 @@ def optimizer_of(config: Config) -> optax.GradientTransformation:
 
 
 def _bytes(tree: Any) -> int:
-    """Of one device's shards."""
+    """Bytes of one device's shards of the arrays."""
     leaves = jax.tree.leaves(tree)
     return sum(jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype).size * x.dtype.itemsize for x in leaves)
 

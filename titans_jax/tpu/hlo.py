@@ -5,8 +5,8 @@
     program.collectives({"data": 2, "fsdp": 4})
 
 An instruction runs as often as the loops around it turn. A loop's turns are the constant that its condition compares
-with: jax's scans count from 0 up. XLA writes no cycles to copies that run beside other work, to collectives and to
-Pallas kernels (for these see schedules.py).
+with: jax's scans count from 0 up. XLA writes no cycles to copies that run at the same time as other work, to
+collectives and to Pallas kernels (for these see schedules.py).
 """
 
 import itertools
@@ -36,7 +36,7 @@ class Instruction:
     line: str = field(repr=False)
 
     def attribute(self, name: str) -> str | None:
-        """Of name=value, the value up to the next comma."""
+        """The value of name=value, up to the next comma."""
         found = re.search(rf"\b{name}=%?([^,\s]+)", self.line)
         return found and found.group(1)
 
@@ -132,7 +132,7 @@ class Program:
         )
 
     def _run(self, inside_fusions: bool) -> Iterator[tuple[Instruction, int]]:
-        """Every instruction that runs, and how often. Of a conditional's branches, the one with most cycles."""
+        """Every instruction that runs, and how often; a conditional runs the branch with most cycles."""
 
         def walk(name: str, times: int) -> Iterator[tuple[Instruction, int]]:
             for instruction in self.computations.get(name, ()):

@@ -56,8 +56,8 @@ class Kernel:
 
     @property
     def steps(self) -> int:
-        """Of the grid, without those that splash attention skips above the diagonal: its grid is as wide as the widest
-        row of blocks, so only that of full causal attention, n x n blocks, has many."""
+        """Steps of the grid, without those that splash attention skips above the diagonal: its grid is as wide as the
+        widest row of blocks, so only that of full causal attention, n x n blocks, has many."""
         total, name = math.prod(self.grid), self.signature.name
         if name.startswith("splash"):
             blocks, width = self.grid[-3 if "_dkv_" in name else -2], self.grid[-1]
@@ -94,7 +94,7 @@ def ask_for_schedules() -> None:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[int]:
-    """When this began, in ns; meanwhile jax's cache is off, since a program from there has no schedules."""
+    """The time at the start, in ns; until the end jax's cache is off, since a program from there has no schedules."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -117,7 +117,7 @@ def kernel_cycles(program: Program, jaxpr: Any, started: int) -> Kernels:
     calls = program.kernels()
     rows: dict[Signature, int] = {}
     for instruction, _ in calls:
-        # Of equal instructions the compiler schedules one.
+        # The compiler schedules one of several equal instructions.
         if schedule := read_schedule(folder(), instruction.name, started):
             key = signature_of(instruction)
             rows[key] = max(rows.get(key, 0), schedule.rows)
@@ -146,7 +146,7 @@ def pallas_kernels(jaxpr: Any) -> Iterator[Kernel]:
 
 
 def _turns(jaxpr: Any) -> int:
-    """Of the longest loop, times those of the loops inside it; one whose length is not known turns once."""
+    """Turns of the longest loop, times those of the loops inside it; one whose length is not known turns once."""
     from jax.extend.core import jaxprs_in_params
 
     most = 1
@@ -159,7 +159,7 @@ def _turns(jaxpr: Any) -> int:
 
 
 def signature_of(instruction: Instruction) -> Signature:
-    """Of a kernel's instruction: XLA numbers what has the same name."""
+    """The signature of a kernel's instruction, whose name XLA numbers where several have the same."""
     operands = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", instruction.line)
     arrays = re.findall(r"\w\[([\d,]*)\]", f"{operands.group(1) if operands else ''} {instruction.shape}")
     shapes = tuple(tuple(int(n) for n in dims.split(",") if n) for dims in arrays)

@@ -27,7 +27,7 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        """Of all slices."""
+        """Chips of all slices."""
         return self.slices * math.prod(self.shape)
 
     @property

@@ -7,12 +7,18 @@ keeps sufficient statistics instead of a solution, replaces them.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.rule.architectures import Apply, Architecture, Params, Shapes
+from titans_jax.memory.rule.biases import AttentionalBias
 from titans_jax.memory.rule.capabilities import forget
+
+Split = Callable[[int], tuple[Apply, ...]]
+"""n -> n functions that apply fast matrix i, each with its share of the outputs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Algorithm:
     products_per_read = 1
     operations: ClassVar[frozenset[str]] = frozenset()
 
-    def __init_subclass__(cls, **arguments):
+    def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         forget(cls, {"descends": False, "keeps_statistics": False}, ("read", "inner_loss", "shapes"))
 
@@ -48,22 +54,33 @@ class Algorithm:
         """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim]."""
         return step_size
 
-    def shapes(self, architecture, head_dim: int) -> tuple[tuple[int, int], ...]:
+    def shapes(self, architecture: Architecture, head_dim: int) -> Shapes:
         """[in, out] of every fast matrix."""
         return architecture.shapes(head_dim)
 
-    def slow(self, architecture, head_dim: int) -> dict[str, jax.Array]:
-        """Start values of slow parameters beside the fast weights' start."""
+    def slow(self, architecture: Architecture, head_dim: int) -> Params:
+        """Start values of slow parameters other than the fast weights' start."""
         return architecture.slow(head_dim)
 
-    def read(self, architecture, linears, params, x: jax.Array) -> jax.Array:
+    def read(self, architecture: Architecture, linears: Split, params: Params, x: jax.Array) -> jax.Array:
         """What a query reads, [..., head_dim]; linears(n) are n `linear`, each with its share of the outputs."""
         (linear,) = linears(1)
         return architecture.read(linear, params, x)
 
-    def inner_loss(self, architecture, bias, linear, params, key, value, gate, tap):
-        """The loss whose gradient is written: (losses [...], with the cotangent's tap added to what it judges)."""
-        return bias(architecture.read(linear, params, key) + tap, value, gate)
+    def inner_loss(
+        self,
+        architecture: Architecture,
+        bias: AttentionalBias,
+        linear: Apply,
+        params: Params,
+        key: jax.Array,
+        value: jax.Array,
+        gate: jax.Array | None,
+        at_read: jax.Array,
+    ) -> jax.Array:
+        """The losses [...] whose gradient is written; at_read, zeros, is added to the read, so that the gradient with
+        respect to it is the cotangent at the read."""
+        return bias(architecture.read(linear, params, key) + at_read, value, gate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +91,7 @@ class GradientDescent(Algorithm):
     steps: int = 1
     decay_first: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(f"steps is {self.steps!r}: a token needs an integer of 1 or more, for example 2.")
 
@@ -97,7 +114,7 @@ class Implicit(Algorithm):
 
     linear_only = True
 
-    def step_size(self, step_size, keys):
+    def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
         return step_size / (1 + step_size * jnp.sum(jnp.square(keys), axis=-1, keepdims=True))
 
 
@@ -116,7 +133,7 @@ class LeastSquares(Algorithm):
     keeps_statistics = True
     operations: ClassVar = frozenset({"custom_linear_solve"})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.iterations, int) or self.iterations < 1:
             raise ValueError(f"iterations is {self.iterations!r}: it must be an integer of 1 or more, for example 30.")
         if not self.ridge > 0:
@@ -126,39 +143,49 @@ class LeastSquares(Algorithm):
     def products_per_read(self) -> int:
         return self.iterations + 1
 
-    def shapes(self, architecture, head_dim):
+    def shapes(self, architecture: Architecture, head_dim: int) -> Shapes:
         return ((head_dim, 2 * head_dim),)
 
-    def slow(self, architecture, head_dim):
+    def slow(self, architecture: Architecture, head_dim: int) -> Params:
         return {"log_ridge": jnp.full((head_dim,), jnp.log(self.ridge), jnp.float32)}
 
-    def read(self, architecture, linears, params, x):
+    def read(self, architecture: Architecture, linears: Split, params: Params, x: jax.Array) -> jax.Array:
         values, keys = linears(2)
         ridge = jnp.exp(params["log_ridge"].astype(x.dtype))
 
-        def covariance(y):
+        def covariance(y: jax.Array) -> jax.Array:
             return keys(0, y) + y * jnp.broadcast_to(ridge, y.shape)
 
         solve = lambda matvec, b: conjugate_gradients(matvec, b, self.iterations)  # noqa: E731
         solution = jax.lax.custom_linear_solve(covariance, x, solve, symmetric=True)
         return values(0, solution)
 
-    def inner_loss(self, architecture, bias, linear, params, key, value, gate, tap):
-        statistics = linear(0, key) + jnp.concatenate([tap, jnp.zeros_like(tap)], axis=-1)
+    def inner_loss(
+        self,
+        architecture: Architecture,
+        bias: AttentionalBias,
+        linear: Apply,
+        params: Params,
+        key: jax.Array,
+        value: jax.Array,
+        gate: jax.Array | None,
+        at_read: jax.Array,
+    ) -> jax.Array:
+        statistics = linear(0, key) + jnp.concatenate([at_read, jnp.zeros_like(at_read)], axis=-1)
         return -jnp.sum(statistics * jnp.concatenate([value, key], axis=-1), axis=-1)
 
 
-def conjugate_gradients(matvec, right: jax.Array, iterations: int) -> jax.Array:
+def conjugate_gradients(matvec: Callable[[jax.Array], jax.Array], right: jax.Array, iterations: int) -> jax.Array:
     """x of A x = right for every row [..., n], each with its own symmetric positive definite A."""
 
-    def dot(x, y):
+    def dot(x: jax.Array, y: jax.Array) -> jax.Array:
         # As a product: the sum of x * y takes XLA ten times as long on a CPU.
         return jnp.einsum("...n,...n->...", x, y, precision="highest")[..., None]
 
-    def ratio(x, y):  # a row that has converged stays where it is
+    def ratio(x: jax.Array, y: jax.Array) -> jax.Array:  # a row that has converged stays where it is
         return jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0)
 
-    def step(carry, _):
+    def step(carry: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
         x, residual, direction, size = carry
         image = matvec(direction)
         length = ratio(size, dot(direction, image))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,13 @@ from titans_jax.memory.rule.capabilities import forget
 from titans_jax.registry import Registry
 
 NORM_EPSILON = 1e-6
+
+Apply = Callable[[int, jax.Array], jax.Array]
+"""(i, x [..., in]) -> fast matrix i applied to x, [..., out]; every form passes its own."""
+Params = dict[str, jax.Array]
+"""Slow parameters by name."""
+Shapes = tuple[tuple[int, int], ...]
+"""[in, out] of every fast matrix, in the order they are applied."""
 
 ARCHITECTURES: Registry[Callable[..., Architecture]] = Registry("memory architecture")
 """Architectures by name."""
@@ -38,20 +46,20 @@ class Architecture(abc.ABC):
     normalized = False
     input_matrices = 1
 
-    def __init_subclass__(cls, **arguments):
+    def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         forget(cls, {"linear": False, "normalized": False}, ("read", "shapes"))
 
     @abc.abstractmethod
-    def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+    def shapes(self, head_dim: int) -> Shapes:
         """[in, out] of every fast matrix."""
 
     @abc.abstractmethod
-    def read(self, linear: Callable[[int, jax.Array], jax.Array], params: dict, x: jax.Array) -> jax.Array:
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
         """[..., head_dim] -> [..., head_dim]; params holds the slow parameters of `slow`."""
 
-    def slow(self, head_dim: int) -> dict[str, jax.Array]:
-        """Start values of the slow parameters beside the fast weights' start."""
+    def slow(self, head_dim: int) -> Params:
+        """Start values of the slow parameters other than the fast weights' start."""
         return {}
 
 
@@ -62,10 +70,10 @@ class Linear(Architecture):
 
     linear = True
 
-    def shapes(self, head_dim):
+    def shapes(self, head_dim: int) -> Shapes:
         return ((head_dim, head_dim),)
 
-    def read(self, linear, params, x):
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
         return linear(0, x)
 
 
@@ -77,17 +85,17 @@ class Mlp(Architecture):
     depth: int = 2
     expansion: int = 4
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in ("depth", "expansion"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} is {value!r}: a memory needs an integer of 1 or more, for example 2.")
 
-    def shapes(self, head_dim):
+    def shapes(self, head_dim: int) -> Shapes:
         widths = [head_dim] + [self.expansion * head_dim] * (self.depth - 1) + [head_dim]
         return tuple(zip(widths[:-1], widths[1:], strict=True))
 
-    def read(self, linear, params, x):
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
         x = linear(0, x)
         for i in range(1, self.depth):
             x = linear(i, gelu(x))
@@ -102,10 +110,10 @@ class ResidualMlp(Mlp):
 
     normalized = True
 
-    def read(self, linear, params, x):
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
         return x + layer_norm(super().read(linear, params, x), params["norm_scale"])
 
-    def slow(self, head_dim):
+    def slow(self, head_dim: int) -> Params:
         return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
 
 
@@ -117,27 +125,27 @@ class GatedMlp(Architecture):
     expansion: int = 4
     input_matrices = 2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.expansion, int) or self.expansion < 1:
             raise ValueError(f"expansion is {self.expansion!r}: a memory needs an integer of 1 or more, for example 2.")
 
-    def shapes(self, head_dim):
+    def shapes(self, head_dim: int) -> Shapes:
         hidden = self.expansion * head_dim
         return ((head_dim, hidden), (head_dim, hidden), (hidden, head_dim))
 
-    def read(self, linear, params, x):
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
         return linear(2, jax.nn.silu(linear(0, x)) * linear(1, x))
 
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """`jax.nn.gelu`, the tanh approximation, in as few operations as value and slope together take: beside its matrix
-    products, a memory does little else."""
+    """`jax.nn.gelu`, the tanh approximation, in as few operations as value and slope together take: apart from its
+    matrix products, a memory does little else."""
     return gelu_and_slope(x)[0]
 
 
 @gelu.defjvp
-def gelu_jvp(primals, tangents):
+def gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     value, slope = gelu_and_slope(*primals)
     return value, slope * tangents[0]
 

@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class AttentionalBias(abc.ABC):
     affine = False
     constant_slope: ClassVar[float | None] = None
 
-    def __init_subclass__(cls, **arguments):
+    def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         forget(cls, {"affine": False, "constant_slope": None, "gate_by_channel": False}, ("__call__", "slope"))
 
@@ -72,10 +72,10 @@ class DeltaBias(AttentionalBias):
     delta: float = 1.0
     takes_gate = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_positive("delta", self.delta)
 
-    def delta_of(self, gate: jax.Array | None):
+    def delta_of(self, gate: jax.Array | None) -> float | jax.Array:
         """delta of every token, a float or [...], for a bias that measures the norm of the error."""
         return self.delta if gate is None else gate[..., 0]
 
@@ -88,10 +88,10 @@ class L2(AffineBias):
     affine = True
     constant_slope: ClassVar = 1.0
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         return 0.5 * jnp.sum(jnp.square(read - value), axis=-1)
 
-    def slope(self, gate):
+    def slope(self, gate: jax.Array | None) -> float | jax.Array:
         return 1.0
 
 
@@ -103,10 +103,10 @@ class DotProduct(AffineBias):
     affine = True
     constant_slope: ClassVar = 0.0
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         return -jnp.sum(read * value, axis=-1)
 
-    def slope(self, gate):
+    def slope(self, gate: jax.Array | None) -> float | jax.Array:
         return 0.0
 
 
@@ -120,10 +120,10 @@ class Affine(AffineBias):
     takes_gate = True
     affine = True
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         return jnp.sum(0.5 * self.slope(gate) * jnp.square(read) - read * value, axis=-1)
 
-    def slope(self, gate):
+    def slope(self, gate: jax.Array | None) -> float | jax.Array:
         return 1.0 if gate is None else gate
 
 
@@ -139,14 +139,14 @@ class Lp(AttentionalBias):
     sharpness: float = 50.0
     epsilon: float = EPSILON
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.p >= 1:
             raise ValueError(f"p is {self.p!r}: the L_p bias needs p of 1 or more, for example 3.")
         for field in ("sharpness", "epsilon"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field} is {getattr(self, field)!r}: it must be above 0, for example 1e-6.")
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         residual = read - value
         if self.p % 2 == 0:
             return jnp.sum(residual ** int(self.p), axis=-1)
@@ -166,7 +166,7 @@ class Huber(DeltaBias):
 
     gate_by_channel = True
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         return jnp.sum(optax.losses.huber_loss(read, value, delta=self.delta if gate is None else gate), axis=-1)
 
 
@@ -175,7 +175,7 @@ class Huber(DeltaBias):
 class HuberNorm(DeltaBias):
     """Huber's loss of ||read - value|| (Miras eq 15); cotangent r min(1, delta / ||r||). The gate is [..., 1]."""
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         return optax.losses.huber_loss(safe_norm(read - value), delta=self.delta_of(gate))
 
 
@@ -186,11 +186,11 @@ class Mixture(DeltaBias):
 
     sharpness: float = 50.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("sharpness", self.sharpness)
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         residual, delta = read - value, self.delta_of(gate)
         far = delta * jnp.sum(smooth_power(1.0, self.sharpness, EPSILON, residual), axis=-1)
         return jnp.where(safe_norm(residual) <= delta, jnp.sum(jnp.square(residual), axis=-1), far)
@@ -202,11 +202,11 @@ class ValueShift(DeltaBias):
     """max over ||shift|| <= delta of 1/2 ||r - shift||^2 = 1/2 (||r|| + delta)^2 (Miras eq 17); delta >= 0, learnable
     through the gate. Cotangent r + delta r / ||r||."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.delta >= 0:
             raise ValueError(f"delta is {self.delta!r}: the largest shift of a value must be 0 or more, for example 1.")
 
-    def __call__(self, read, value, gate=None):
+    def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         return 0.5 * jnp.square(safe_norm(read - value) + self.delta_of(gate))
 
 
@@ -217,7 +217,9 @@ def smooth_power(p: float, sharpness: float, epsilon: float, r: jax.Array) -> ja
 
 
 @smooth_power.defjvp
-def smooth_power_jvp(p, sharpness, epsilon, primals, tangents):
+def smooth_power_jvp(
+    p: float, sharpness: float, epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (r,), (dr,) = primals, tangents
     slope = p * jnp.tanh(sharpness * r) * (jnp.square(r) + epsilon) ** ((p - 1) / 2)
     return smooth_power(p, sharpness, epsilon, r), slope * dr

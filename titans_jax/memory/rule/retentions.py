@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.rule.architectures import Params, Shapes
 from titans_jax.memory.rule.capabilities import forget
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
 Matrices = tuple[jax.Array, ...]
+Slopes = tuple[jax.Array | float, ...]
 
 RETENTIONS: Registry[Callable[..., Retention]] = Registry("retention gate")
 """Retention gates by name."""
@@ -50,7 +52,7 @@ class Retention:
     lags = False
     operations: ClassVar[frozenset[str]] = frozenset()
 
-    def __init_subclass__(cls, **arguments):
+    def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         forget(cls, {"linear": False, "homogeneous": False}, ("weights", "slope", "close", "first"))
 
@@ -58,20 +60,20 @@ class Retention:
         """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
         return weights
 
-    def weights(self, carried: Matrices, params: dict) -> Matrices:
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         """What is read, of matrices at a chunk's start."""
         return carried
 
-    def slope(self, carried: Matrices, params: dict) -> tuple[jax.Array | float, ...]:
+    def slope(self, carried: Matrices, params: Params) -> Slopes:
         """How far the weights move with the carried ones inside a chunk, a number per matrix, a row [1, out] or 1.0:
         their derivative or the mean of its diagonal, with norms and thresholds held as they were at its start."""
         return (1.0,) * len(carried)
 
-    def close(self, carried: Matrices, opened: Matrices, params: dict) -> Matrices:
+    def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
         """What is carried on after a chunk that started at `opened`."""
         return carried
 
-    def slow(self, shapes: tuple[tuple[int, int], ...]) -> dict[str, jax.Array]:
+    def slow(self, shapes: Shapes) -> Params:
         """Start values of slow parameters, each [matrices]: a number per matrix. `weights`, `slope` and `close` get
         them like that, or as a row [1, out] per matrix."""
         return {}
@@ -94,7 +96,7 @@ class Threshold(Retention):
     threshold: float = 1e-4
     smooth: Literal["exact", "arctan", "tanh"] = "exact"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         threshold, smooth = self.threshold, self.smooth
         if not threshold > 0:
             raise ValueError(
@@ -124,7 +126,7 @@ class ElasticNet(Threshold):
     Inside a chunk W is linear; the threshold is applied once, at its end.
     """
 
-    def close(self, carried, opened, params):
+    def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
         return self.shrink(carried)
 
 
@@ -133,7 +135,7 @@ class ElasticNet(Threshold):
 class FtrlElasticNet(Threshold):
     """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but not forgotten."""
 
-    def weights(self, carried, params):
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         return self.shrink(carried)
 
 
@@ -149,19 +151,19 @@ class NormPower(Retention):
     q: float = 4.0
     homogeneous = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.q >= 1 or self.q == 3:
             raise ValueError(
                 f"q is {self.q!r}: it must be 1 or more and not 3, where the norm of W is 1, for example 4."
             )
 
-    def start(self, weights):
+    def start(self, weights: jax.Array) -> jax.Array:
         return weights * norm(weights, self.q) ** ((self.q - 2) / (3 - self.q))
 
-    def slope(self, carried, params):
+    def slope(self, carried: Matrices, params: Params) -> Slopes:
         return tuple((norm(a, self.q) + EPSILON) ** (2 - self.q) for a in carried)
 
-    def weights(self, carried, params):
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(s * a for s, a in zip(self.slope(carried, params), carried, strict=True))
 
 
@@ -178,7 +180,7 @@ class Lq(Retention):
     unconfigured = ("q",)
     """Fields that those of `MemoryConfig` of the same name do not set: its q is `NormPower`'s."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 1 < self.q <= 2:
             raise ValueError(f"q is {self.q!r}: the mirror map of L_q needs 1 < q <= 2, for example 1.5.")
 
@@ -187,17 +189,17 @@ class Lq(Retention):
         """The dual exponent."""
         return self.q / (self.q - 1)
 
-    def start(self, weights):
+    def start(self, weights: jax.Array) -> jax.Array:
         size = jnp.maximum(jnp.abs(weights), EPSILON) ** (self.q - 1)
         return jnp.sign(weights) * size * norm(weights, self.q) ** (2 - self.q) / (self.q - 1)
 
-    def weights(self, carried, params):
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         powers = (jnp.sign(a) * jnp.abs(a) ** (self.p - 1) for a in carried)
         return tuple(
             (self.q - 1) * x * (norm(a, self.p) + EPSILON) ** (2 - self.p) for x, a in zip(powers, carried, strict=True)
         )
 
-    def slope(self, carried, params):
+    def slope(self, carried: Matrices, params: Params) -> Slopes:
         return tuple(mean(jnp.abs(a) ** (self.p - 2)) * (norm(a, self.p) + EPSILON) ** (2 - self.p) for a in carried)
 
 
@@ -215,20 +217,20 @@ class KullbackLeibler(Retention):
     size: float | None = None
     positive = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_size(self.size)
 
-    def start(self, weights):
+    def start(self, weights: jax.Array) -> jax.Array:
         return weights * weights.shape[0] ** 0.5
 
-    def weights(self, carried, params):
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(c * jax.nn.softmax(z, axis=0) for z, c in zip(carried, params["simplex_size"], strict=True))
 
-    def slope(self, carried, params):
+    def slope(self, carried: Matrices, params: Params) -> Slopes:
         shares = (jax.nn.softmax(z, axis=0) for z in carried)
         return tuple(c * mean(w * (1 - w)) for w, c in zip(shares, params["simplex_size"], strict=True))
 
-    def slow(self, shapes):
+    def slow(self, shapes: Shapes) -> Params:
         return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
 
 
@@ -243,16 +245,16 @@ class LaggedKullbackLeibler(KullbackLeibler):
     lags = True
     operations: ClassVar = frozenset({"lag_token"})
 
-    def start(self, weights):
+    def start(self, weights: jax.Array) -> jax.Array:
         return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(super().start(weights), axis=0)
 
-    def weights(self, carried, params):
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         return carried
 
-    def slope(self, carried, params):
+    def slope(self, carried: Matrices, params: Params) -> Slopes:
         return (1.0,) * len(carried)
 
-    def first(self, carried: jax.Array, retention: jax.Array, step: jax.Array, i: int, params: dict) -> jax.Array:
+    def first(self, carried: jax.Array, retention: jax.Array, step: jax.Array, i: int, params: Params) -> jax.Array:
         """W_1 of matrix i, of W_0, the token's retention and its step."""
         size = params["simplex_size"].astype(carried.dtype)[i]
         return size * jax.nn.softmax(retention * jnp.log(jnp.maximum(carried, EPSILON)) + step, axis=0)
@@ -272,19 +274,19 @@ class FDivergence(Retention):
     size: float | None = None
     positive = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_size(self.size)
 
-    def start(self, weights):
+    def start(self, weights: jax.Array) -> jax.Array:
         return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(weights * weights.shape[0] ** 0.5, axis=0)
 
-    def weights(self, carried, params):
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jnp.where(w < 0, 0, w) for w in carried)  # a learned start may have left the positive side
 
-    def slope(self, carried, params):
+    def slope(self, carried: Matrices, params: Params) -> Slopes:
         return tuple(mean(w) for w in self.weights(carried, params))
 
-    def close(self, carried, opened, params):
+    def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
         return tuple(self.step(a, w) for a, w in zip(carried, opened, strict=True))
 
     def step(self, carried: jax.Array, opened: jax.Array) -> jax.Array:
@@ -292,7 +294,7 @@ class FDivergence(Retention):
         moved, opened = carried - opened, jnp.where(opened < 0, 0, opened)
         total = jnp.sum(opened, axis=0, keepdims=True)
 
-        def excess(zeta):
+        def excess(zeta: jax.Array) -> jax.Array:
             return jnp.sum(opened * self.g(moved - zeta), axis=0, keepdims=True) - total
 
         # g(unit) = 1 is found on a wide bracket; then zeta lies where no entry, and where every entry, would shrink.
@@ -313,13 +315,13 @@ class BregmanLogit(Retention):
 
     positive = True
 
-    def start(self, weights):
+    def start(self, weights: jax.Array) -> jax.Array:
         return weights * weights.shape[0] ** 0.5
 
-    def weights(self, carried, params):
+    def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jax.nn.sigmoid(z) for z in carried)
 
-    def slope(self, carried, params):
+    def slope(self, carried: Matrices, params: Params) -> Slopes:
         return tuple(mean(w * (1 - w)) for w in self.weights(carried, params))
 
 
@@ -343,7 +345,7 @@ def over_all(reduce: Callable, matrix: jax.Array) -> jax.Array:
 def bisect(function: Callable, low: jax.Array, high: jax.Array, steps: int = 60) -> jax.Array:
     """The root of a decreasing function between low and high."""
 
-    def halve(_, bracket):
+    def halve(_: int, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bracket
         middle = 0.5 * (low + high)
         above = function(middle) > 0
