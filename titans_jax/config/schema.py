@@ -89,6 +89,9 @@ class ModelConfig:
     """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64."""
     segment: int = 512
     """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
+    mac_write: Literal["residual", "attention"] = "residual"
+    """What MAC's memory is given: attention's output in the residual stream, normalised, or attention's output alone
+    (the papers' letter)."""
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16

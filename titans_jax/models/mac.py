@@ -1,16 +1,21 @@
 """MAC: memory as context (Titans eq 21-25).
 
-Per segment of `config.segment` tokens, x being its normalised rows and M the memory that the segments before left:
+Per segment of `config.segment` tokens, x being its normalised rows, s the stream they are of, and M the memory that the
+segments before left:
 
     h = norm(M(q(x)))                        read only: what the past says about every token of the segment
     y = attention(x; [P | h | x])            token i sees P, and h_j and x_j for j <= i
-    m = read of the memory at q(y), after writing k(y), v(y)     token t reads its own write and none later
+    z = norm(s + y)                          what is written: attention's output in the block's residual stream
+    m = read of the memory at q(z), after writing k(z), v(z)     token t reads its own write and none later
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
+The papers write y itself (`mac_write` "attention", z = y). Attention's output alone does not say which token it is: keys
+of two tokens are nearly the same, and nothing can be recalled by them (memory/README.md, What was tried).
+
 Readings where the paper is open or would leak the future (memory/README.md, Readings): one h per token, seen causally;
-the last read is per token, with its own query q(y); only the segment's rows are written, not P or h; the gate is MAG's;
+the last read is per token, with its own query q(z); only the segment's rows are written, not P or h; the gate is MAG's;
 h is normalised per head, and m passes the memory layer's norm, gate and output projection; convolutions run over the
-whole sequence (one stream of x for h, one of y for the write). Attention is full causal inside the segment; h_j takes
+whole sequence (one of x for h, one of z for the write). Attention is full causal inside the segment; h_j takes
 the rotary position of token j, counted from the segment's start.
 
 Only what needs the memory runs segment by segment: what x alone decides comes before, and the merge after, in one go.
@@ -53,17 +58,19 @@ class Rows(NamedTuple):
     """What x alone decides: queries of memory and of attention, keys and values of x.
 
     All [b, t, heads head_dim]: a scan's inputs and outputs lie in memory as they are, and narrow heads fill no tile.
+    stream: the block's input, None where attention's output alone is written.
     """
 
     recall: jax.Array
     queries: jax.Array
     past: KeyValues
+    stream: jax.Array | None
 
 
 class MACState(NamedTuple):
     """What streaming carries, of constant size.
 
-    memory: what y is written to, its position left None: the index in the segment gives it.
+    memory: what z is written to, its position left None: the index in the segment gives it.
     tail: the convolution tail of x for h. weights: the memory's weights [b, h, ...] at the open segment's start.
     context: keys and values of h and of x in the open segment, [b, segment, heads, head_dim].
     prefix: those of P [b, n, heads, head_dim], a copy a row: gradients of one would be summed over rows every segment.
@@ -91,6 +98,7 @@ class MAC(Block):
         self.attention = Attention(config, None, rngs=rngs)
         self.memory = NeuralMemory(config, rngs=rngs)
         self.recall_norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
+        self.write_norm = RMSNorm(config, config.dim, rngs=rngs) if config.mac_write == "residual" else None
         self.merge = GatedMerge(config, rngs=rngs)
         self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
@@ -99,18 +107,15 @@ class MAC(Block):
         self, x: jax.Array, state: MACState | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, MACState, dict[str, jax.Array]]:
         """See `Block`."""
-        normed = self.norm(x)
         if state is None:
-            y, reads, state, report = self._segments(normed, self.init_state(x.shape[0]), documents)
+            y, reads, state, report = self._segments(x, self.init_state(x.shape[0]), documents)
         elif x.shape[1] == 1:
-            y, reads, state, report = self._token(normed, state)
+            y, reads, state, report = self._token(x, state)
         else:
             y, reads, state, report = jax.lax.cond(
-                state.index == 0,
-                lambda: self._segments(normed, state),
-                lambda: self._token_by_token(normed, state),
+                state.index == 0, lambda: self._segments(x, state), lambda: self._token_by_token(x, state)
             )
-        x = x + self.merge(y, self.memory.output(y, self.attention.by_head(reads)))
+        x = x + self.merge(y, self.memory.output(self._written(x, y), self.attention.by_head(reads)))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
@@ -234,10 +239,16 @@ class MAC(Block):
         documents: Documents | None = None,
         initial_tail: jax.Array | None = None,
     ) -> tuple[Rows, jax.Array]:
-        """What x [b, t, dim] at `positions` [t] of its segment decides alone, and the next convolution tail."""
-        recall, tail = self.memory.query(x, tail, documents, initial_tail)
-        rows = Rows(recall, self.attention.queries(x, positions), self.attention.key_values(x, positions))
-        return jax.tree.map(side_by_side, rows), tail
+        """What the block's input x [b, t, dim] at `positions` [t] of its segment decides alone, and the next
+        convolution tail."""
+        normed, stream = self.norm(x), None if self.write_norm is None else self.attention.by_head(x)
+        recall, tail = self.memory.query(normed, tail, documents, initial_tail)
+        queries, past = self.attention.queries(normed, positions), self.attention.key_values(normed, positions)
+        return jax.tree.map(side_by_side, Rows(recall, queries, past, stream)), tail
+
+    def _written(self, stream: jax.Array | None, y: jax.Array) -> jax.Array:
+        """What the memory is given, [b, t, dim], of the block's input and attention's output."""
+        return y if self.write_norm is None else self.write_norm(stream + y)
 
     def _attend_and_write(
         self,
@@ -250,7 +261,7 @@ class MAC(Block):
         context: tuple[KeyValues, KeyValues] | None = None,
         mask: jax.Array | None = None,
     ) -> tuple[MemoryLayerState, tuple[jax.Array, jax.Array, tuple[KeyValues, KeyValues], dict[str, jax.Array]]]:
-        """h, y and m of the equations at the top, for tokens inside one segment.
+        """h, y, z and m of the equations at the top, for tokens inside one segment.
 
         Args:
           weights: the memory at the segment's start, which h reads.
@@ -260,7 +271,7 @@ class MAC(Block):
           mask: bool [b, t], False at padding.
 
         Returns:
-          the memory after y; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
+          the memory after z; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
         """
         time = rows.recall.shape[1]
         rows = jax.tree.map(self.attention.by_head, rows)
@@ -277,7 +288,8 @@ class MAC(Block):
 
         rule = self.memory.rule
         written = dataclasses.replace(memory.memory, position=index * rule.algorithm.steps % rule.chunk_size)
-        reads, memory, report = self.memory.memorize(y, memory._replace(memory=written), mask=mask)
+        z = self._written(None if rows.stream is None else side_by_side(rows.stream), y)
+        reads, memory, report = self.memory.memorize(z, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
         return memory, (y, side_by_side(reads), context, report)
 
