@@ -12,8 +12,17 @@ import pytest
 import small_models as small
 
 from titans_jax import cli, memory
-from titans_jax.config import Config, ConfigError, MemoryConfig, import_extensions, import_file, memory_rule
+from titans_jax.config import (
+    Config,
+    ConfigError,
+    MemoryConfig,
+    ModelConfig,
+    import_extensions,
+    import_file,
+    memory_rule,
+)
 from titans_jax.config.files import load_config
+from titans_jax.config.validate import validate
 from titans_jax.memory.rule.rule import MemoryRule
 
 PARTS = sorted((Path(__file__).parent / "parts").glob("*.py"))
@@ -193,3 +202,19 @@ def test_a_file_is_run_once_as_long_as_it_does_not_change(tmp_path):
     file.write_text("1 / 0")
     with pytest.raises(ConfigError, match="counted.py fails with ZeroDivisionError: division by zero"):
         import_file(file)
+
+
+def test_an_extension_may_be_named_by_a_configuration_that_registers_nothing(tmp_path):
+    file = tmp_path / "doubled_bias.py"
+    file.write_text(
+        "from titans_jax import memory\n"
+        "@memory.register_bias('doubled')\n"
+        "class Doubled(memory.biases.L2):\n"
+        "    def __call__(self, read, value, gate=None):\n"
+        "        return 2 * super().__call__(read, value, gate)\n"
+    )
+    model = ModelConfig(memory=MemoryConfig(bias="doubled"))
+    with pytest.raises(ConfigError, match="model.memory.bias is 'doubled'; use l2, "):
+        validate(Config(model=model))
+    validate(Config(model=model, extensions=(str(file),)))
+    assert memory_rule(model.memory).bias.constant_slope is None
