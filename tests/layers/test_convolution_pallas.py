@@ -36,14 +36,14 @@ def documents():
 
 @functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
 def value_and_gradients(implementation, operands, cotangent, packed, unit_norm, activation=True):
-    """Features, and gradients of all operands."""
+    """Features, the next tail, and gradients of all operands."""
     options = FeatureOptions(activation, unit_norm, cotangent.dtype)
 
     def features(x, tail, initial_tail, kernel):
         return implementation(options, x, tail, kernel, *((documents(), initial_tail) if packed else ()))
 
-    y, pull = jax.vjp(features, *operands)
-    return y, pull(cotangent)
+    y, pull, tail = jax.vjp(features, *operands, has_aux=True)
+    return y, tail, pull(cotangent)
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +68,8 @@ def test_bfloat16_is_rounded_once():
     """The kernel computes in float32: it is as near as its result's last digit to what float32 gives."""
     exact, cotangent = operands(128, jnp.bfloat16)
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (exact, cotangent))
-    y, (d_x, *_) = value_and_gradients(features_pallas, exact, cotangent, False, 64)
-    wanted, (d_wanted, *_) = value_and_gradients(features_xla, *wide, False, 64)
+    y, _, (d_x, *_) = value_and_gradients(features_pallas, exact, cotangent, False, 64)
+    wanted, _, (d_wanted, *_) = value_and_gradients(features_xla, *wide, False, 64)
     np.testing.assert_allclose(y.astype(jnp.float32), wanted, rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(d_x.astype(jnp.float32), d_wanted, rtol=2**-8, atol=1e-5)
 
@@ -96,8 +96,10 @@ def test_every_shape_has_an_implementation_that_gives_the_same(for_tpu, time, ch
     """One token as in decoding, no whole strip, heads that fill no registers, nothing or much to convolve."""
     (x, tail, _, kernel), _ = operands(channels, time=time, taps=taps)
     options = FeatureOptions(True, width, jnp.float32)
-    y = dispatch(FEATURES, options, x, tail, kernel)
-    np.testing.assert_allclose(y, features_xla(options, x, tail, kernel), atol=1e-5)
+    y, next_tail = dispatch(FEATURES, options, x, tail, kernel)
+    expected, expected_tail = features_xla(options, x, tail, kernel)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    np.testing.assert_array_equal(next_tail, expected_tail)
 
 
 MESH = """

@@ -166,11 +166,11 @@ def matrix_model(name, draw, *names):
     def expect(x, params):
         return getattr(oracle, name)(*(x[key] for key in ("queries", "keys", "values", *names)))
 
-    return Model(presets.PRESETS["lightning_attention" if name == "lightning" else name](), draw, expect)
+    return Model(presets.PRESETS["lightning_attention" if name == "lightning" else name].make(), draw, expect)
 
 
 def deep_model(name, draw, chunk_size=4, *extra, **options):
-    rule = presets.PRESETS[name](chunk_size=chunk_size, **options)
+    rule = presets.PRESETS[name].make(chunk_size=chunk_size, **options)
 
     def expect(x, params):
         before = [params[key] if isinstance(key, str) else key for key in extra]
@@ -188,7 +188,7 @@ def constant_model(name):
     """RetNet and Lightning attention, whose retention is one number."""
     preset = "lightning_attention" if name == "lightning" else name
     return Model(
-        presets.PRESETS[preset](),
+        presets.PRESETS[preset].make(),
         draw_constant,
         lambda x, params: getattr(oracle, name)(x["queries"], x["keys"], x["values"], x["retention"][0]),
     )

@@ -84,4 +84,4 @@ def test_documents_padding_and_momentum(chunk_size):
 )
 def test_channels_that_forget_apart(topology, name, channels):
     """With documents and padding, too."""
-    assert len(compiled(topology, presets.PRESETS[name](), 128, 64, True, channels).kernels()) == 2
+    assert len(compiled(topology, presets.PRESETS[name].make(), 128, 64, True, channels).kernels()) == 2

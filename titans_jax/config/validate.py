@@ -16,6 +16,7 @@ from titans_jax.config import (
     ModelConfig,
     ProcessesConfig,
     did_you_mean,
+    import_extensions,
     leaves,
     memory_rule,
 )
@@ -30,6 +31,7 @@ def validate(config: Config) -> None:
       ConfigError: one sentence with the field, its value and what would work.
     """
     _validate_types(config)
+    import_extensions(config.extensions)
     _validate_ranges(config)
     _validate_model(config.model)
     _validate_batch(config)

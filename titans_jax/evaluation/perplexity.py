@@ -17,7 +17,7 @@ from titans_jax.data import ByteTokenizer, Tokenizer
 from titans_jax.errors import TitansError
 from titans_jax.evaluation.evaluators import register_evaluator
 from titans_jax.models import granularity
-from titans_jax.models.loss import Batch, cross_entropy_sum, loss_sum  # noqa: F401
+from titans_jax.models.loss import Batch, cross_entropy_sum
 
 if TYPE_CHECKING:
     from titans_jax.training import Run

@@ -35,7 +35,7 @@ class CausalConvolution(nnx.Module):
         Documents, when given, start with `initial_tail` [conv_size - 1, channels] as their history.
         """
         kernel = self.kernel[...].astype(self.dtype)
-        return convolve(x, tail, kernel, documents, initial_tail), next_tail(x, tail)
+        return convolve(x, tail, kernel, documents, initial_tail)
 
     def features(
         self,
@@ -52,13 +52,12 @@ class CausalConvolution(nnx.Module):
         Arguments and results are otherwise those of a call.
         """
         options = FeatureOptions(activation, unit_norm, self.dtype)
-        y = dispatch(FEATURES, options, x, tail, self.kernel[...], documents, initial_tail)
-        return y, next_tail(x, tail)
+        return dispatch(FEATURES, options, x, tail, self.kernel[...], documents, initial_tail)
 
 
 def convolve(
     x: jax.Array, tail: jax.Array, kernel: jax.Array, documents: Documents | None, initial_tail: jax.Array | None
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """`CausalConvolution` of x [batch, time, channels] with the kernel [conv_size, channels], the newest tap first."""
     time, size = x.shape[1], len(kernel)
     rows = jnp.concatenate([tail, x], axis=1)
@@ -71,7 +70,7 @@ def convolve(
     if documents is not None:
         is_position = jax.nn.one_hot(documents.positions, size - 1, dtype=kernel.dtype)
         y = y + is_position @ history_of_documents(kernel, initial_tail)
-    return y
+    return y, rows[:, time:]
 
 
 def history_of_documents(kernel: jax.Array, initial_tail: jax.Array) -> jax.Array:
@@ -84,12 +83,6 @@ def history_of_documents(kernel: jax.Array, initial_tail: jax.Array) -> jax.Arra
     return table
 
 
-def next_tail(x: jax.Array, tail: jax.Array) -> jax.Array:
-    """The last rows of [tail | x], as many as the tail has."""
-    time, size = x.shape[1], tail.shape[1]
-    return x[:, time - size :] if time >= size else jnp.concatenate([tail[:, time:], x], axis=1)
-
-
 def features_xla(
     options: FeatureOptions,
     x: jax.Array,
@@ -97,13 +90,13 @@ def features_xla(
     kernel: jax.Array,
     documents: Documents | None = None,
     initial_tail: jax.Array | None = None,
-) -> jax.Array:
-    """The features [batch, time, channels] of x in plain JAX, in `options.dtype`."""
-    y = convolve(x, tail, kernel.astype(options.dtype), documents, initial_tail)
+) -> tuple[jax.Array, jax.Array]:
+    """The features [batch, time, channels] of x and the next tail in plain JAX, in `options.dtype`."""
+    y, tail = convolve(x, tail, kernel.astype(options.dtype), documents, initial_tail)
     y = jax.nn.silu(y) if options.activation else y
     if options.unit_norm is not None:
         y = l2_normalize(y.reshape(*y.shape[:2], -1, options.unit_norm)).reshape(y.shape)
-    return y
+    return y, tail
 
 
 def features_pallas(
@@ -113,7 +106,7 @@ def features_pallas(
     kernel: jax.Array,
     documents: Documents | None = None,
     initial_tail: jax.Array | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """`features_xla` as one TPU kernel, computed in float32."""
     if documents is None:
         positions = jnp.full(x.shape[:2], len(kernel), jnp.int32)  # all history is in the tail
@@ -121,7 +114,8 @@ def features_pallas(
     else:
         positions = documents.positions
         history = history_of_documents(kernel.astype(options.dtype), initial_tail)
-    return convolution_pallas.features(options, x, tail, positions, convolution_pallas.Taps(kernel, history))
+    y = convolution_pallas.features(options, x, tail, positions, convolution_pallas.Taps(kernel, history))
+    return y, x[:, x.shape[1] - tail.shape[1] :]
 
 
 def _kernel_supports(

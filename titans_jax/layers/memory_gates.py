@@ -24,11 +24,7 @@ from titans_jax.config import ModelConfig, gate_choices
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate
-from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.sharding import logical
-
-# Until everything reads presets.PRESETS[name].gates:
-GATES = {name: preset.gates for name, preset in PRESETS.items()}
 
 
 class MemoryGates(nnx.Module):
@@ -172,10 +168,6 @@ class MemoryGates(nnx.Module):
             "key_step_size": jnp.stack([amount, jnp.ones_like(amount)], axis=3),
             "bias_gate": slope,
         }  # fmt: skip
-
-
-def gates_given(rule, choices):
-    return choices.example(rule)
 
 
 def at_least(logit: jax.Array, log_gate: jax.Array) -> jax.Array:

@@ -2,11 +2,7 @@
 
 import jax
 
-from titans_jax.models import forward_flops_per_token, training_flops_per_token
-from titans_jax.models.flops import memory_flops
 from titans_jax.ops.chips import peak_flops
-
-__all__ = ["forward_flops_per_token", "memory_flops", "peak_flops_per_second", "training_flops_per_token"]
 
 
 def peak_flops_per_second() -> float | None:

@@ -33,9 +33,6 @@ class Preset:
     make: Callable[..., MemoryRule]
     gates: GateChoices = GateChoices()
 
-    def __call__(self, **choices) -> MemoryRule:
-        return self.make(**choices)
-
 
 PRESETS: Registry[Preset] = Registry("preset")
 """Presets by name."""
