@@ -40,7 +40,8 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     Raises:
       ConfigError: there is no such preset.
     """
-    return _preset(config).gates
+    gates = _preset(config).gates
+    return gates if config.forget_bias is None else dataclasses.replace(gates, forget_bias=config.forget_bias)
 
 
 def _memory_rule(config: MemoryConfig) -> "MemoryRule":
@@ -65,6 +66,8 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
                 "knows no momentum: leave it None"
             )
         choices["algorithm"] = algorithms.momentum() if config.momentum else plain
+    if config.forget_to == "start":
+        choices["forget_to_start"] = True
     return dataclasses.replace(rule, **choices)
 
 

@@ -58,6 +58,11 @@ class MemoryConfig:
     Never changes the numbers beyond rounding."""
     max_step_size: float = 0.1
     """theta_max: the step size of Titans is theta_max / head_dim * sigmoid(gate) (memory/README.md, Gates)."""
+    forget_to: Literal["zero", "start"] = "zero"
+    """Where forgetting leads: to zero weights (the papers' letter), or back to the learned start, which keeps a memory
+    behind a norm stable at any length."""
+    forget_bias: float | None = None
+    """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None is the preset's."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 
@@ -89,9 +94,9 @@ class ModelConfig:
     """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64."""
     segment: int = 512
     """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
-    mac_write: Literal["residual", "attention"] = "residual"
-    """What MAC's memory is given: attention's output in the residual stream, normalised, or attention's output alone
-    (the papers' letter)."""
+    mac_write: Literal["attention", "residual"] = "attention"
+    """What MAC's memory is given: attention's output (the papers' letter), or norm(stream + attention's output), which
+    tells tokens apart."""
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16

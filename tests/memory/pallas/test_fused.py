@@ -331,6 +331,15 @@ def test_chunks_that_share_a_stored_state(monkeypatch):
     check(titans(1), time=6 * CHUNK, head_dim=48)
 
 
+@pytest.mark.parametrize(
+    "rule", [titans(), presets.memora(expansion=2, chunk_size=CHUNK), linear(8)], ids=["titans", "memora", "linear"]
+)
+def test_forgetting_to_the_start(rule):
+    """The learned start is read beside what has changed since, from another start inside a chunk too."""
+    rule = dataclasses.replace(rule, forget_to_start=True)
+    check(rule, HEADS, digits(rule), time=3 * CHUNK, head_dim=16, position=3)
+
+
 def test_documents():
     """A row of two documents beside a row of one."""
     resets = np.zeros((2, 3 * CHUNK), bool)

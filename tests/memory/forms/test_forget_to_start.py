@@ -1,0 +1,101 @@
+"""A rule that forgets to its learned start: retention acts on what has changed since, in every form."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from titans_jax import memory
+
+TIME, HEAD_DIM, CHUNK = 11, 6, 4
+presets = memory.presets
+RULES = {
+    "titans": presets.titans(expansion=2, chunk_size=CHUNK),
+    "linear": presets.titans(1, chunk_size=CHUNK, residual=False),
+    "moneta": presets.moneta(expansion=2, chunk_size=CHUNK),
+    "yaad": presets.yaad(expansion=2, chunk_size=CHUNK),
+    "memora": presets.memora(expansion=2, chunk_size=CHUNK),
+}
+RULES = {name: dataclasses.replace(rule, forget_to_start=True) for name, rule in RULES.items()}
+
+
+def draw(rule, forget=None):
+    """float64 (params, queries, keys, values, gates)."""
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), memory.init_params(rule, jax.random.key(0), HEAD_DIM))
+    queries, keys, values = (jnp.asarray(generator.normal(size=(TIME, HEAD_DIM))) for _ in range(3))
+    keys = keys / jnp.linalg.norm(keys, axis=1, keepdims=True)
+    shape = (TIME, len(rule.shapes(HEAD_DIM)))
+    uniform = lambda low, high: jnp.asarray(generator.uniform(low, high, shape))  # noqa: E731
+    forget = uniform(0.05, 0.5) if forget is None else jnp.full(shape, forget)
+    momentum = uniform(0.1, 0.9) if rule.algorithm.has_momentum else None
+    return params, queries, keys, values, memory.Gates.from_values(forget, momentum, uniform(0.005, 0.02))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def reads(rule, form, params, queries, keys, values, gates):
+    return memory.memorize(rule, params, memory.init_state(rule, params), queries, keys, values, gates, form)
+
+
+def test_the_linear_memory_token_by_token():
+    """W_t = M_0 + (1 - alpha_t) (W_{t-1} - M_0) + S_t, gradients at the chunk's start."""
+    with jax.enable_x64(True):
+        rule = RULES["linear"]
+        params, queries, keys, values, gates = draw(rule)
+        found, state = reads(rule, "chunked", params, queries, keys, values, gates)
+        start = np.asarray(params["weights"][0])
+        weights, momentum = start.copy(), np.zeros_like(start)
+        retention, eta, theta = (np.exp(gates.log_retention), np.exp(gates.log_momentum), np.asarray(gates.step_size))
+        for t in range(TIME):
+            anchor = weights if t % CHUNK == 0 else anchor  # noqa: F821
+            key, value = np.asarray(keys[t]), np.asarray(values[t])
+            momentum = eta[t] * momentum - theta[t] * np.outer(key, key @ anchor - value)
+            weights = start + retention[t] * (weights - start) + momentum
+            np.testing.assert_allclose(found[t], np.asarray(queries[t]) @ weights, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(state.weights[0], weights - start, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["associative", "chunked"])
+@pytest.mark.parametrize("name", RULES)
+def test_forms_agree_in_value_and_gradient(name, form):
+    with jax.enable_x64(True):
+        rule = RULES[name]
+        arguments = draw(rule)
+
+        def probe(form, *arguments):
+            found, state = reads(rule, form, *arguments)
+            return jnp.sum(jnp.sin(found)) + sum(jnp.sum(jnp.cos(w)) for w in state.weights)
+
+        for wanted, got in zip(
+            jax.tree.leaves(jax.grad(probe, (1, 2, 3, 4, 5))("recurrent", *arguments)),
+            jax.tree.leaves(jax.grad(probe, (1, 2, 3, 4, 5))(form, *arguments)),
+            strict=True,
+        ):
+            # Moneta's fourth norm of small matrices has large derivatives.
+            np.testing.assert_allclose(got, wanted, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["titans", "yaad", "memora"])
+def test_what_forgets_everything_is_the_learned_start(name):
+    """alpha = 1, theta = 0: every read is that of the start, however much was written before."""
+    with jax.enable_x64(True):
+        rule = RULES[name]
+        params, queries, keys, values, gates = draw(rule)
+        _, state = reads(rule, "recurrent", params, queries, keys, values, gates)
+        _, *rest, _ = draw(rule)
+        step = jnp.zeros_like(gates.step_size)
+        momentum = None if gates.log_momentum is None else jnp.full_like(step, 1e-30)
+        empty = memory.Gates.from_values(jnp.ones_like(step), momentum, step)
+        after = memory.memorize(rule, params, state, *rest, empty, "recurrent")[1]
+        fresh = memory.init_state(rule, params)
+        wanted = memory.retrieve(rule, params, fresh, queries)
+        np.testing.assert_allclose(memory.retrieve(rule, params, after, queries), wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_it_needs_a_learned_start():
+    for rule in (presets.gated_deltanet(), presets.memora(lag_token=True)):
+        with pytest.raises(ValueError, match="forget_to_start is True: .* use False"):
+            dataclasses.replace(rule, forget_to_start=True)
