@@ -1,6 +1,6 @@
 """The six blocks and the model around them, one document at a time, in numpy float64 loops.
 
-Written from papers.md 1.3-1.11 with the readings the blocks' docstrings name, on top of the token recurrence of
+Written from Titans eq 19-31 and Miras, with the readings that memory/README.md lists, on top of the token recurrence of
 `oracle.py`; shares no code with the package. Rows are tokens.
 """
 

@@ -28,18 +28,16 @@ class MemoryConfig:
     """The rule with its gates, by name; `titans models` prints them all. A `titans_jax.memory.presets.Preset` given
     here is registered, and the field is its name."""
     architecture: str | None = None
-    """What the memory computes, residual_mlp, mlp, linear, gated_mlp or a registered one; None is the preset's own.
+    """What the memory computes, by name (a wrong one is answered with all there are); None is the preset's own.
     `residual_mlp` is x + LN(MLP(x)); `linear` is x @ W."""
     depth: int = 2
     """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by other memories."""
     expansion: int = 4
     """Hidden width of an MLP memory over head_dim."""
     bias: str | None = None
-    """Attentional bias, l2, dot_product, lp, value_less, huber, huber_norm, mixture, value_shift or a registered one;
-    None is the preset's own."""
+    """Attentional bias by name, such as `huber`; None is the preset's own."""
     retention: str | None = None
-    """Retention gate, decay, elastic_net, ftrl_elastic_net, norm_power, lq, kullback_leibler, lagged_kullback_leibler,
-    f_divergence, bregman_logit or a registered one; None is the preset's own."""
+    """Retention gate by name, such as `elastic_net`; None is the preset's own."""
     momentum: bool | None = None
     """Keep past surprise (eta of the paper), or take plain gradient steps; None is the preset's own."""
     p: float = 3.0
@@ -66,7 +64,7 @@ class MemoryConfig:
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.preset, str):
             from titans_jax.config.rules import register  # its rule is an object of titans_jax.memory: jax is there
 
@@ -78,8 +76,8 @@ class ModelConfig:
     """A language model: a pattern of blocks, cycled over the depth, between an embedding and a head."""
 
     pattern: tuple[str, ...] = ("mac",)
-    """Blocks by name, lmm, mac, mag, mal, attention, window or registered ones, repeated until `depth` of them exist.
-    ("attention",) is Transformer++."""
+    """Blocks by name, repeated until `depth` of them exist. ("attention",) is Transformer++; ("lmm", "window") a memory
+    and a sliding-window attention in turn."""
     dim: int = 256
     """Width of the residual stream; equals num_heads * head_dim."""
     depth: int = 4

@@ -174,7 +174,7 @@ class NeuralMemory(nnx.Module):
     def retrieve(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
         """Read weights [b, h, ...] with queries [b, t, h, d] and change nothing: [b, t, h, d]."""
 
-        def one(params, weights, queries):
+        def one(params: memory.Params, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
             state = memory.MemoryState(weights=weights, momentum=(), anchor=weights, position=0)
             return memory.retrieve(self.rule, params, state, queries)
 
@@ -283,7 +283,7 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
         jax.tree.map(lambda _: by_token, gates), mask=gates.mask if gates.mask is None else PartitionSpec(across)
     )
 
-    def sharded(position, *arguments):
+    def sharded(position: int | jax.Array, *arguments: Any) -> Any:
         static = isinstance(position, int)
         specs = (by_head, by_head, by_token, by_token, by_token, gates, PartitionSpec(across), by_head)
         return on_devices(

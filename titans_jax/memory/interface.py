@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,9 @@ from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, Surprise, cast_state
 from titans_jax.ops.backend import Backend, current_backend
 from titans_jax.ops.matmul import state_dtype
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
 
 Form = Callable[[MemoryRule, Params, MemoryState, MemoryState | None, MemoryInputs, FormOptions], MemoryOutputs]
 
@@ -87,18 +91,18 @@ def memorize(
     rule: MemoryRule,
     params: Params,
     state: MemoryState,
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    queries: Float[Array, "time head_dim"],
+    keys: Float[Array, "time *steps head_dim"],
+    values: Float[Array, "time *steps head_dim"],
     gates: Gates,
     form: str = "auto",
     *,
-    resets: jax.Array | None = None,
+    resets: Bool[Array, " time"] | None = None,
     initial_state: MemoryState | None = None,
     return_surprise: bool = False,
     return_anchor: bool = True,
     rematerialised: bool = False,
-) -> tuple[jax.Array, MemoryState] | tuple[jax.Array, MemoryState, Surprise]:
+) -> tuple[Float[Array, "time head_dim"], MemoryState] | tuple[Float[Array, "time head_dim"], MemoryState, Surprise]:
     """Write every token and read after each write (Titans eq 8-15).
 
     queries, keys, values: [time, head_dim], float32, bfloat16 (operands only; states stay float32) or float64; with n
@@ -146,6 +150,8 @@ def memorize(
     return (reads, state, surprise) if return_surprise else (reads, state)
 
 
-def retrieve(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> jax.Array:
+def retrieve(
+    rule: MemoryRule, params: Params, state: MemoryState, queries: Float[Array, "*tokens head_dim"]
+) -> Float[Array, "*tokens head_dim"]:
     """Read without updating (Titans eq 15): queries [..., head_dim] -> [..., head_dim]."""
     return read(rule, params, readable_weights(rule, params, state), queries)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
 
 Params = dict[str, Any]
 """Slow parameters of one head: {"weights": the learned start of each carried matrix, ...}."""
@@ -28,10 +31,10 @@ class MemoryState:
     chunk_size - 1; a Python int is static, the fast path.
     """
 
-    weights: tuple[jax.Array, ...]
-    momentum: tuple[jax.Array, ...]
-    anchor: tuple[jax.Array, ...]
-    position: int | jax.Array
+    weights: tuple[Float[Array, "_ _"], ...]
+    momentum: tuple[Float[Array, "_ _"], ...]
+    anchor: tuple[Float[Array, "_ _"], ...]
+    position: int | Int[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -42,8 +45,8 @@ class Surprise:
     loss, cotangent_norm: [time] float32, 0 at padding (Titans 3.1: the gradient is the momentary surprise).
     """
 
-    loss: jax.Array
-    cotangent_norm: jax.Array
+    loss: Float[Array, " time"]
+    cotangent_norm: Float[Array, " time"]
 
 
 def select_state(condition, when_true: MemoryState, when_false: MemoryState) -> MemoryState:

@@ -158,7 +158,7 @@ class LanguageModel(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         """Run all blocks. `select(states, reports)`, of the blocks of a cycle, is returned stacked over cycles."""
 
-        def one_cycle(x, cycle_and_states):
+        def one_cycle(x: jax.Array, cycle_and_states: tuple[Cycle, Any]) -> tuple[jax.Array, Any]:
             cycle, states = cycle_and_states
             after, reports = [], []
             for number, block in enumerate(cycle.blocks):

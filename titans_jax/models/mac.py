@@ -25,7 +25,7 @@ but for its kernels.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +166,9 @@ class MAC(Block):
         positions = jnp.arange(time, dtype=jnp.int32) % self.segment
         rows, tail = self._rows(x, state.tail, positions, documents, first.tail[0])
 
-        def one_segment(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]):
+        def one_segment(
+            memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]
+        ) -> tuple[MemoryLayerState, Any]:
             rows, documents = inputs
             mask = None
             if documents is not None:
@@ -176,7 +178,7 @@ class MAC(Block):
             memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, state.prefix, mask=mask)
             return memory, (y, reads, weights, context, report)
 
-        def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]):
+        def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]) -> tuple[MemoryLayerState, Any]:
             memory, (y, reads, _, _, report) = one_segment(memory, inputs)
             return memory, (y, reads, report)
 
@@ -210,7 +212,7 @@ class MAC(Block):
     ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
         """x [b, t, dim] from anywhere in a segment on."""
 
-        def one_token(state: MACState, token: jax.Array):
+        def one_token(state: MACState, token: jax.Array) -> tuple[MACState, Any]:
             y, reads, state, report = self._token(token[:, None], state)
             return state, (y[:, 0], reads[:, 0], report)
 

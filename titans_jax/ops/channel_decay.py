@@ -12,12 +12,16 @@ Sums of gates are matrix products too, with a 0/1 matrix, and subtract nothing.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from titans_jax.ops import matmul, recursive_blocks
 from titans_jax.ops.matmul import inner_products
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
 
 LOG_CUT = -30.0
 """A gate below exp(-30), about 1e-13, cuts: nothing from before it survives it. Products across a cut are exactly 0,
@@ -32,8 +36,8 @@ class ChannelDecay:
     visible: bool [tokens, tokens], whether token t is in the document of i <= t; None where all are in one.
     """
 
-    log_gate: jax.Array
-    visible: jax.Array | None = None
+    log_gate: Float[Array, "*blocks tokens channels"]
+    visible: Bool[Array, "tokens tokens"] | None = None
     broadcast_column = staticmethod(matmul.broadcast_column)
 
     def since_start(self) -> jax.Array:
@@ -74,13 +78,17 @@ class ChannelDecayByProducts(ChannelDecay):
     broadcast_column = staticmethod(matmul.broadcast_column_by_product)
 
 
-def clipped(log_gate: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+def clipped(
+    log_gate: Float[Array, "tokens channels"], mask: Bool[Array, " tokens"] | None = None
+) -> Float[Array, "tokens channels"]:
     """Log gates [tokens, channels], 0 at padding, none below exp(LOG_CUT)."""
     log_gate = jnp.maximum(log_gate, LOG_CUT)
     return log_gate if mask is None else jnp.where(mask[:, None], log_gate, 0)
 
 
-def cumulative(log_gate: jax.Array, visible: jax.Array | None = None) -> jax.Array:
+def cumulative(
+    log_gate: Float[Array, "tokens channels"], visible: Bool[Array, "tokens tokens"] | None = None
+) -> Float[Array, "tokens channels"]:
     """K [tokens, channels]: the sum of log gates until each token, itself included, of all or of the visible tokens."""
     until = jnp.tril(jnp.ones((len(log_gate), len(log_gate)), bool)) if visible is None else visible
     return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")

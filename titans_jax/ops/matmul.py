@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
-def matmul(x: jax.Array, y: jax.Array | Transposed, operand_dtype) -> jax.Array:
+
+def matmul(
+    x: Float[Array, "*rows n"], y: Float[Array, "*_ n columns"] | Transposed, operand_dtype
+) -> Float[Array, "*rows columns"]:
     """x @ y with operands in operand_dtype, accumulated and returned in float32 (float64 for float64)."""
     if isinstance(y, Transposed):
         return inner_products(x, y.array, operand_dtype)
@@ -30,12 +36,14 @@ def split_bfloat16(x):
     return most, (x - most.astype(x.dtype)).astype(jnp.bfloat16)
 
 
-def inner_products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+def inner_products(x: Float[Array, "t n"], y: Float[Array, "i n"], operand_dtype) -> Float[Array, "t i"]:
     """x @ y.T, every row of x [t, n] with every row of y [i, n], as `matmul`."""
     return contract(x, y, 1, operand_dtype)
 
 
-def outer_products(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
+def outer_products(
+    x: Float[Array, "t inputs"], y: Float[Array, "t outputs"], operand_dtype
+) -> Float[Array, "inputs outputs"]:
     """x.T @ y, the sum over tokens of x_t^T y_t: [t, in] and [t, out] -> [in, out], as `matmul`."""
     return contract(x, y, 0, operand_dtype)
 

@@ -6,6 +6,7 @@ No Newton-Schulz, no powers of the nilpotent part: [[A, 0], [C, B]]^-1 = [[A^-1,
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +15,30 @@ from titans_jax.ops import recursive_blocks
 from titans_jax.ops.matmul import inner_products, matmul, matmul_three_pass, outer_products
 from titans_jax.ops.platform import SUBLANES
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 ROWS = SUBLANES
 """Rows of a block on the diagonal that is solved row by row: those of a register."""
 
 
-def inverse(lower: jax.Array, operand_dtype) -> jax.Array:
+def inverse(lower: Float[Array, "n n"], operand_dtype) -> Float[Array, "n n"]:
     """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none. In all digits of `lower`, whatever
     the operands' dtype."""
     size = len(lower)
     return by_halvings(jax.lax.stop_gradient(recursive_blocks.padded(lower, 2)))[:size, :size]
 
 
-def inverse_in_kernel(lower: jax.Array, operand_dtype) -> jax.Array:
+def inverse_in_kernel(lower: Float[Array, "n n"], operand_dtype) -> Float[Array, "n n"]:
     """The same in a TPU's kernel, n a power of two. Operands of a memory in bfloat16 allow half of the passes: errors
     of 1e-5 then, where those operands are known to 4e-3."""
     return by_rows(jax.lax.stop_gradient(lower), operand_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def solve(transposed: bool, lower: jax.Array, inverse: jax.Array, right: jax.Array) -> jax.Array:
+def solve(
+    transposed: bool, lower: Float[Array, "n n"], inverse: Float[Array, "n n"], right: Float[Array, "n columns"]
+) -> Float[Array, "n columns"]:
     """x of (I + lower) x = right, or of its transpose, [n, columns], by the inverse."""
     product = outer_products if transposed else matmul
     return product(inverse, right, right.dtype)

@@ -16,7 +16,7 @@ from titans_jax.config import Config, leaves, to_dict
 from titans_jax.config.validate import validate
 from titans_jax.evaluation.perplexity import evaluate, make_evaluation_step
 from titans_jax.inference import Generator
-from titans_jax.models import granularity, training_flops_per_token
+from titans_jax.models import check_model, granularity, training_flops_per_token
 from titans_jax.models.loss import Batch
 from titans_jax.plots import save_json
 from titans_jax.sharding import processes
@@ -54,6 +54,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     goodput = Goodput()
     with processes.together():
         validate(config)
+        check_model(config.model)
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
     processes.check_same({name: value for name, value in leaves(config).items() if name not in MAY_DIFFER})

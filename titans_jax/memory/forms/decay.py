@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ import jax.numpy as jnp
 from titans_jax.memory.gates import Gates
 from titans_jax.ops.channel_decay import LOG_CUT
 from titans_jax.ops.matmul import inner_products, matmul_three_pass, outer_products
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float
 
 
 @jax.tree_util.register_dataclass
@@ -31,11 +34,11 @@ class Coefficients:
     restart: beta, f, p of the document start's state, for tokens after a reset inside the block; None without resets.
     """
 
-    beta: jax.Array
-    f: jax.Array | None
-    p: jax.Array | None
-    G: jax.Array
-    N: jax.Array | None
+    beta: Float[Array, "*blocks tokens 1"]
+    f: Float[Array, "*blocks tokens 1"] | None
+    p: Float[Array, "*blocks tokens 1"] | None
+    G: Float[Array, "*blocks tokens tokens"]
+    N: Float[Array, "*blocks 1 tokens"] | None
     restart: tuple[jax.Array, jax.Array | None, jax.Array | None] | None
 
 
@@ -54,7 +57,15 @@ class CumulativeGate(NamedTuple):
     document_start: jax.Array | None
 
 
-def coefficients(log_retention, log_momentum, step_size, mask=None, resets=None, *, tile: int | None) -> Coefficients:
+def coefficients(
+    log_retention: Float[Array, "1 tokens"],
+    log_momentum: Float[Array, "1 tokens"] | None,
+    step_size: Float[Array, "1 tokens"],
+    mask: Bool[Array, "1 tokens"] | None = None,
+    resets: Bool[Array, "1 tokens"] | None = None,
+    *,
+    tile: int | None,
+) -> Coefficients:
     """Coefficients of one block and one fast matrix; log gates, step size, mask and resets are rows [1, tokens].
 
     tile: tokens that are computed apart and joined (None: all at once). What a tile passes on is two rows, so all other
@@ -69,7 +80,7 @@ def coefficients(log_retention, log_momentum, step_size, mask=None, resets=None,
     return join_tiles(jax.vmap(one)(*tiles))
 
 
-def block_coefficients(gates: Gates, resets: jax.Array | None, tile: int | None) -> Coefficients:
+def block_coefficients(gates: Gates, resets: Bool[Array, "blocks tokens"] | None, tile: int | None) -> Coefficients:
     """Coefficients of many blocks and matrices: gates [blocks, tokens, matrices] -> leaves [blocks, matrices, ...]."""
     scalars = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2)[:, :, None], gates.scalars())
     mask, resets = jax.tree.map(lambda x: x[:, None], (gates.mask, resets))
@@ -92,7 +103,7 @@ def cumulative_gates(
     return retention, momentum, none_at_padding(step_size)
 
 
-def cumulative_gate(log_gate: jax.Array, resets: jax.Array | None) -> CumulativeGate:
+def cumulative_gate(log_gate: Float[Array, "1 tokens"], resets: Bool[Array, "1 tokens"] | None) -> CumulativeGate:
     """`CumulativeGate` from log gates [1, tokens]."""
     cut = log_gate < LOG_CUT
     until = jnp.tril(jnp.ones(2 * log_gate.shape[1:], log_gate.dtype))
@@ -125,14 +136,14 @@ def tile_coefficients(
     return Coefficients(beta, f, p, pushed * -step_size, carried[-1:] * -step_size, restart)
 
 
-def gate_products(gate: CumulativeGate) -> jax.Array:
+def gate_products(gate: CumulativeGate) -> Float[Array, "tokens tokens"]:
     """The product of gates i+1 .. t at [t, i]: 0 for i > t, 1 for i = t."""
     t, i = (jax.lax.broadcasted_iota(jnp.int32, 2 * gate.total.shape[1:], axis) for axis in (0, 1))
     behind = jnp.where(t >= i, t - i, t.size).astype(gate.total.dtype)
     return jnp.exp(jnp.where(behind < gate.reach, gate.column - gate.total, -jnp.inf))
 
 
-def since_document_start(products: jax.Array, gate: CumulativeGate) -> jax.Array:
+def since_document_start(products: Float[Array, "tokens tokens"], gate: CumulativeGate) -> Float[Array, "tokens 1"]:
     """What is left at each token of its document's start state, from what is left of each token there."""
     return inner_products(products, gate.document_start, products.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise
 from titans_jax.ops.matmul import matmul, to_state_dtype
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
 
 class InnerGradients(NamedTuple):
     """Every token's gradient of its inner loss, x_i^T delta_i for fast matrix i, never formed.
@@ -21,8 +24,8 @@ class InnerGradients(NamedTuple):
     are in the first input and in the last delta.
     """
 
-    inputs: tuple[jax.Array, ...]
-    deltas: tuple[jax.Array, ...]
+    inputs: tuple[Float[Array, "tokens _"], ...]
+    deltas: tuple[Float[Array, "tokens _"], ...]
     surprise: Surprise
 
 
@@ -82,7 +85,9 @@ def token_retention(gate: Gates, i: int, matrices: int) -> jax.Array:
     return kept
 
 
-def read(rule: MemoryRule, params: Params, weights: Matrices, queries: jax.Array) -> jax.Array:
+def read(
+    rule: MemoryRule, params: Params, weights: Matrices, queries: Float[Array, "*tokens head_dim"]
+) -> Float[Array, "*tokens head_dim"]:
     """M(queries) at the given weights, in the state's dtype; queries [..., head_dim] also give the operands' dtype."""
 
     def linears(parts):

@@ -168,7 +168,7 @@ class GateChoices:
     keys: Literal["projected", "complement", "removal"] = "projected"
     forget_bias: float = OPEN_BIAS
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         tables = {
             "retention": RETENTION_GATES,
             "step_size": STEP_SIZE_GATES,

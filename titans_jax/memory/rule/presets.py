@@ -205,7 +205,13 @@ def matrix(bias: biases.AttentionalBias, algorithm: algorithms.Algorithm | None 
     return MemoryRule(architectures.linear(), bias, retentions.decay(), algorithm, chunk_size=1, learned_start=False)
 
 
-def deep(bias, retention, depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule:
+def deep(
+    bias: biases.AttentionalBias,
+    retention: retentions.Retention,
+    depth: int = 2,
+    expansion: int = 4,
+    chunk_size: int = 16,
+) -> MemoryRule:
     """x + LN(MLP(x)) by gradient descent without momentum, the memory of TTT and of Miras' three models."""
     architecture = architectures.residual_mlp(depth, expansion)
     return MemoryRule(architecture, bias, retention, algorithms.gradient_descent(), chunk_size)

@@ -31,7 +31,7 @@ class MemoryRule:
     learned_start: bool = True
     forget_to_start: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
             raise ValueError(f"chunk_size is {self.chunk_size!r}: it must be an integer of 1 or more, for example 16.")
         kinds = {
