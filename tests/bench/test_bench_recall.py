@@ -25,6 +25,7 @@ def read(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_from_the_command_line_to_the_files(tmp_path, capsys):
     arguments = (
         "--presets linear_attention attention --head_dims 4 --num_pairs 2 --sequence_length 8 --vocab_size 8 --dim 8"

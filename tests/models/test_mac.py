@@ -3,10 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import small_models as small
 
 from titans_jax.layers.attention.segment_pallas import fused_segment_attention
 from titans_jax.models import mac
+
+pytestmark = pytest.mark.slow
 
 
 def test_attention_as_a_kernel_changes_nothing(monkeypatch):

@@ -27,6 +27,7 @@ def traced_steps(run_dir) -> list[int]:
     return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps, traced", [("5:7", [5, 6]), ("12:20", [12])])
 def test_a_trace_holds_its_steps(tmp_path, steps, traced):
     """Tracing ends with the run where the run ends first."""
