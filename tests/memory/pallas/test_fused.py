@@ -294,7 +294,7 @@ def test_what_auto_stands_for_on_a_tpu():
     """A linear rule takes the kernel, whatever its gates, and so does a deep one with chunks of a register."""
 
     def choose(rule, **gates):
-        return memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates), "tpu")
+        return memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates), backend.TPU)
 
     assert {choose(rule) for rule in (presets.gated_deltanet(), linear(1), linear(16), titans())} == {"fused"}
     assert choose(linear(3)) == choose(presets.ttt_mlp(chunk_size=4)) == "chunked"
