@@ -108,6 +108,7 @@ def test_what_is_counted_as_right():
     assert float(nats) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_finite_is_recorded(tmp_path, monkeypatch):
     options = dataclasses.replace(ATTENTION, seeds=1)
     task, models = recall.task_and_models(options)

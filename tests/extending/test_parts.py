@@ -167,6 +167,7 @@ def test_train_and_use_what_was_trained(file, tmp_path, capsys):
         assert 0 <= numbers["accuracy/accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_a_run_is_read_from_its_folder_alone(tmp_path):
     """A process that has seen no configuration: what the run's own parts are, its checkpoint says."""
     (file,) = (file for file in PARTS if file.stem == "preset")
