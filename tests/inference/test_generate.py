@@ -72,6 +72,7 @@ def test_generation_ends_with_the_document():
     assert list(Generator(graphdef, EndsWithZero(), GREEDY).tokens(params, "ab", 5)) == []
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_step_continue_one_another():
     model = nnx.merge(*tiny_model("mac"))
     tokens = np.frombuffer(LETTERS.encode(), np.uint8)[None, :18].astype(np.int32)

@@ -133,18 +133,6 @@ def test_retrieve_is_the_architecture_at_the_states_weights(case, count):
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gates_from_values():
-    """from_values takes alpha, eta, theta and keeps log(1 - alpha), log eta, theta and the mask."""
-    forget, momentum, step_size = (np.float32(value) for value in ([0.0, 0.5], [1.0, 0.25], [0.0, 0.1]))
-    gates = memory.Gates.from_values(
-        forget=jnp.asarray(forget), momentum=jnp.asarray(momentum), step_size=jnp.asarray(step_size)
-    )
-    np.testing.assert_allclose(gates.log_retention, np.log1p(-forget), rtol=1e-6)
-    np.testing.assert_allclose(gates.log_momentum, np.log(momentum), rtol=1e-6)
-    np.testing.assert_array_equal(gates.step_size, step_size)
-    assert gates.mask is None
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_descent_ignores_the_momentum_gate(form):
     """log_momentum may be anything or None."""
