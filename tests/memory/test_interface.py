@@ -133,6 +133,7 @@ def test_retrieve_is_the_architecture_at_the_states_weights(case, count):
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow_but_for("chunked")
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_descent_ignores_the_momentum_gate(form):
     """log_momentum may be anything or None."""

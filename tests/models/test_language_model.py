@@ -25,7 +25,7 @@ def test_logits_do_not_depend_on_later_tokens(kind):
         assert (logits[t, t] != original[t, t]).any()
 
 
-@pytest.mark.slow_but_for("lmm")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_gradient(kind):
     """Every parameter of every layer gets a finite, non-zero gradient, and together they are the finite difference."""

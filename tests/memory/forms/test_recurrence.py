@@ -93,7 +93,7 @@ def test_one_gate_for_all_matrices(form):
         rules.assert_answers(TITANS, rules.row(answer, index), rules.expect(TITANS, params, rules.row(rows, index)))
 
 
-@pytest.mark.slow_but_for("16-momentum-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunk_size, algorithm, dtype",
     [

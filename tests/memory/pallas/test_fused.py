@@ -140,6 +140,7 @@ def titans(depth=2, **options):
     return presets.titans(depth, 2, CHUNK, **options)
 
 
+@pytest.mark.slow
 def test_rows_and_heads():
     """By two vmaps, three matrices, and a last chunk that stays open; other tests have two matrices, and one."""
     check(titans(3), ROWS_AND_HEADS, time=2 * CHUNK + 3)
@@ -209,7 +210,7 @@ def test_which_presets_run():
     assert by_block <= linear and not by_chunk & linear
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but_for("ttt_linear", "deltanet")
 @pytest.mark.parametrize("rule", [rule for rule in DISTINCT if DISTINCT[rule] != "titans"], ids=DISTINCT.get)
 def test_every_other_preset_that_runs(rule, small_blocks):
     check(rule, tolerance=digits(rule), time=rule.chunk_size + BLOCK + 3, head_dim=8)
