@@ -70,6 +70,7 @@ def test_one_token_and_none(kind):
         model(small.tokens(time=0))
 
 
+@pytest.mark.slow
 def test_diagnostics_are_means_over_what_is_not_padding():
     with jax.enable_x64(True):
         config = small.config("mac", "window", "lmm", depth=6)

@@ -63,6 +63,7 @@ def test_packed_documents_in_float32():
     assert_documents_alone(config, rows, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_is_nan_and_no_other():
     tokens, ids, _ = pack([5, 9, 18], 32)
     good = pack([32], 32)
@@ -73,6 +74,7 @@ def test_a_row_that_does_not_fit_is_nan_and_no_other():
         assert jnp.isnan(logits[0]).all() and jnp.isfinite(logits[1]).all()
 
 
+@pytest.mark.slow
 def test_a_document_does_not_see_another():
     """Changing one document changes no bit of another, before or behind it."""
     with jax.enable_x64(True):

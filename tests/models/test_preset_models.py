@@ -60,7 +60,7 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
             assert np.isfinite(gradient).all() and np.any(gradient != 0), name
 
 
-@pytest.mark.slow_but_for("yaad-huber_norm-lq")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [
