@@ -139,6 +139,7 @@ def test_damaged_and_unfinished_checkpoints(uninterrupted, tmp_path, monkeypatch
     assert_same_run(run_dir, uninterrupted)
 
 
+@pytest.mark.slow
 def test_no_readable_checkpoint(tmp_path):
     run(tiny_config(steps=4), tmp_path / "run")
     for file in (tmp_path / "run" / "checkpoints" / "4" / "params").rglob("*"):
@@ -177,6 +178,7 @@ def test_wrong_input_writes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_divergence_stops_and_keeps_the_last_checkpoint(tmp_path):
     config = tiny_config(steps=12, checkpoint_every=1)
     # A step this large makes weights whose products overflow: the next loss is not finite.
