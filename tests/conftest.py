@@ -1,5 +1,6 @@
 """What every test runs under: the CPU, strict dtype and rank promotion."""
 
+import fnmatch
 import os
 from pathlib import Path
 
@@ -15,6 +16,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Every compiled program maps memory of its own, and Linux ends a process with more than 65,530 maps in a segmentation
 # fault inside XLA; this suite compiles enough for that.
 MOST_MAPS = 20_000
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """`slow_but_for("a", "b-c")` is slow for all parameters but those whose ids match one of these."""
+    for item in items:
+        for mark in item.iter_markers("slow_but_for"):
+            if not any(fnmatch.fnmatchcase(item.callspec.id, pattern) for pattern in mark.args):
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,6 +7,8 @@ import jax
 import matplotlib
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 Part = TypeVar("Part")
 
 _registrations = 0
-_PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parent
 
 
 class UnknownNameError(KeyError, ValueError):
@@ -69,7 +69,7 @@ class Registry(Mapping[str, Part]):
             raise ValueError(f"there is already a {self.kind} {name!r}: register this one under another name.")
         self._parts[name], self._files[name] = part, file
         parents = Path(file).parents
-        _registrations += _PACKAGE not in parents or _PACKAGE / "configs" in parents
+        _registrations += PACKAGE not in parents or PACKAGE / "configs" in parents
 
     def __getitem__(self, name: str) -> Part:
         if name not in self._parts:

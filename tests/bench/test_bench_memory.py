@@ -11,6 +11,7 @@ from titans_jax.memory.rule.presets import PRESETS
 SMALL = "--time 32 --batch 1 --num_heads 1 --head_dim 8 --chunk_size 4 --repeats 1 --output".split()
 
 
+@pytest.mark.slow
 def test_one_rule_is_timed_in_both_forms_and_saved(tmp_path, capsys):
     assert cli.main(["bench", "memory", "--preset", "rwkv7", *SMALL, str(tmp_path)]) == 0
     with open(tmp_path / "memory.csv") as file:

@@ -25,6 +25,7 @@ def read(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_from_the_command_line_to_the_files(tmp_path, capsys):
     arguments = (
         "--presets linear_attention attention --head_dims 4 --num_pairs 2 --sequence_length 8 --vocab_size 8 --dim 8"
@@ -107,6 +108,7 @@ def test_what_is_counted_as_right():
     assert float(nats) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_finite_is_recorded(tmp_path, monkeypatch):
     options = dataclasses.replace(ATTENTION, seeds=1)
     task, models = recall.task_and_models(options)

@@ -15,6 +15,8 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 @needs_libtpu
 def test_the_kernels_compile_for_a_tpu():
     """Forward and gradient; 'no more than the slots there are, and the matrix unit in use' is what a schedule is."""
@@ -26,6 +28,8 @@ def test_the_kernels_compile_for_a_tpu():
         assert 0 < slots["MXU"] and all(0 <= share <= 1 for share in slots.values())
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("preset, topology", [("moneta", "v5e:1x1"), ("yaad", "v5p:2x2x1"), ("memora", "v6e:1x1")])
 def test_the_kernels_of_miras_compile_with_their_own_gates(preset, topology):

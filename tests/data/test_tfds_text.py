@@ -112,6 +112,8 @@ assert "tensorflow" not in sys.modules
 """
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_tensorflow_is_never_imported(text_config, tmp_path):
     """Not even where it is installed: the one on this program's path ends the program."""
     (tmp_path / "path" / "tensorflow").mkdir(parents=True)

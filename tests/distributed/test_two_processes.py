@@ -14,6 +14,8 @@ from tests.training.tiny import MODEL
 from titans_jax.training import load_run
 from titans_jax.training.metrics import read_metrics
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 TRAIN = ["-m", "titans_jax.cli", "train"]
 SMALL = dataclasses.replace(MODEL, depth=1)
 CONFIG = """

@@ -59,6 +59,7 @@ def test_a_file_is_an_extension_of_its_configuration(file):
     assert load_config(file) == config
 
 
+@pytest.mark.slow
 @each_part
 def test_streaming_equals_training(file):
     """A prompt that ends inside a chunk, then token by token; float64."""
@@ -100,6 +101,7 @@ def forms_agree(rule: MemoryRule, sides: tuple[str, ...] = ()) -> np.ndarray:
     return recurrent
 
 
+@pytest.mark.slow
 @each_memory_part
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_forms_agree(file, chunk_size):
@@ -140,6 +142,7 @@ class Halved(memory.algorithms.GradientDescent):
         return 0.5 * super().inner_loss(*arguments, **named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, 4])
 @pytest.mark.parametrize(
     "part", [{"bias": Bent()}, {"architecture": Squashed()}, {"retention": Capped()}, {"algorithm": Halved()}], ids=str
@@ -150,6 +153,7 @@ def test_no_closed_form_is_taken_for_a_subclass_with_another_formula(part, chunk
     assert np.abs(forms_agree(dataclasses.replace(plain, **part)) - forms_agree(plain)).max() > 1e-3
 
 
+@pytest.mark.slow
 @each_part
 def test_train_and_use_what_was_trained(file, tmp_path, capsys):
     """Within one process, where the file is run once more for each command."""
@@ -163,6 +167,7 @@ def test_train_and_use_what_was_trained(file, tmp_path, capsys):
         assert 0 <= numbers["accuracy/accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_a_run_is_read_from_its_folder_alone(tmp_path):
     """A process that has seen no configuration: what the run's own parts are, its checkpoint says."""
     (file,) = (file for file in PARTS if file.stem == "preset")

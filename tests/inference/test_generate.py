@@ -31,6 +31,7 @@ def generator(kind: str) -> Generator:
     return Generator(tiny_model(kind)[0], TOKENIZER, GREEDY)
 
 
+@pytest.mark.slow_but_for("20-attention")
 @pytest.mark.parametrize("kind", ["mac", "attention"])
 @pytest.mark.parametrize("prompt_tokens", [0, 20])
 def test_greedy_text_is_what_the_forward_pass_finds_likeliest(kind, prompt_tokens):
@@ -71,6 +72,7 @@ def test_generation_ends_with_the_document():
     assert list(Generator(graphdef, EndsWithZero(), GREEDY).tokens(params, "ab", 5)) == []
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_step_continue_one_another():
     model = nnx.merge(*tiny_model("mac"))
     tokens = np.frombuffer(LETTERS.encode(), np.uint8)[None, :18].astype(np.int32)

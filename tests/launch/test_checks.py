@@ -145,6 +145,8 @@ def test_a_configuration_in_a_file_of_several_is_uploaded_with_its_file():
     assert common.config_file(["mac_170m"]) is None
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_what_is_uploaded_can_be_installed(tmp_path):
     """The real tar: what pyproject.toml asks for is in it, and no compiled files."""
     commands = common.Commands(dry_run=True)

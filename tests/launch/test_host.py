@@ -14,6 +14,8 @@ import supervise
 
 from tests.launch.launching import CHECKOUT
 
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
 TITANS = """#!{python} -IS
 import json, pathlib, signal, sys, time
 run = pathlib.Path(sys.argv[sys.argv.index("--training.run_dir") + 1])

@@ -52,6 +52,7 @@ def three_steps(monkeypatch):
     monkeypatch.setattr(convolution_pallas, "MOST_TOKENS", convolution_pallas.STRIP)
 
 
+@pytest.mark.slow_but_for("documents")
 @pytest.mark.parametrize(
     "channels, packed, unit_norm, activation",
     [(256, True, 64, True), (384, False, 48, True), (128, True, None, False)],
@@ -117,11 +118,15 @@ for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
 """
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_four_devices_equal_one():
     """Rows over fsdp and channels over tensor: gradients of taps are summed over the rows of all devices."""
     child.run(MESH, os.path.dirname(__file__))
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology, head_dim, dtype",
     [

@@ -1,12 +1,25 @@
-"""Gates outside their range are refused where their values are known."""
+"""Gates of the papers' values, and values outside their range, refused where they are known."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from titans_jax.memory import Gates
 
 HALF = jnp.full((3,), 0.5)
+
+
+def test_from_values():
+    """from_values takes alpha, eta, theta and keeps log(1 - alpha), log eta, theta and the mask."""
+    forget, momentum, step_size = (np.float32(value) for value in ([0.0, 0.5], [1.0, 0.25], [0.0, 0.1]))
+    gates = Gates.from_values(
+        forget=jnp.asarray(forget), momentum=jnp.asarray(momentum), step_size=jnp.asarray(step_size)
+    )
+    np.testing.assert_allclose(gates.log_retention, np.log1p(-forget), rtol=1e-6)
+    np.testing.assert_allclose(gates.log_momentum, np.log(momentum), rtol=1e-6)
+    np.testing.assert_array_equal(gates.step_size, step_size)
+    assert gates.mask is None
 
 
 @pytest.mark.parametrize(

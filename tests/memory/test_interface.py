@@ -74,6 +74,7 @@ def test_chunk_constant_gates_are_a_convolution(form):
     np.testing.assert_allclose(reads, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow_but_for("*-chunked")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", [LINEAR, TITANS], ids=str)
 def test_gates_constant_in_each_chunk(case, form):
@@ -98,6 +99,7 @@ def test_presets_are_their_rules():
     np.testing.assert_allclose(reads, np.asarray(queries) @ np.asarray(params["weights"][0]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_but_for("linear1-l2-momentum-4", "residual_mlp2-*")
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_start(case):
     """Shapes [in, out] in the order of application, a norm scale of ones where there is a norm, zero momentum."""
@@ -114,6 +116,7 @@ def test_start(case):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.momentum)) and int(state.position) == 0
 
 
+@pytest.mark.slow_but_for("linear1-l2-momentum-4-0", "residual_mlp2-*-7", "gated_mlp3-*-7")
 @pytest.mark.parametrize("count", [0, 1, 7])
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_retrieve_is_the_architecture_at_the_states_weights(case, count):
@@ -130,18 +133,7 @@ def test_retrieve_is_the_architecture_at_the_states_weights(case, count):
         np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_gates_from_values():
-    """from_values takes alpha, eta, theta and keeps log(1 - alpha), log eta, theta and the mask."""
-    forget, momentum, step_size = (np.float32(value) for value in ([0.0, 0.5], [1.0, 0.25], [0.0, 0.1]))
-    gates = memory.Gates.from_values(
-        forget=jnp.asarray(forget), momentum=jnp.asarray(momentum), step_size=jnp.asarray(step_size)
-    )
-    np.testing.assert_allclose(gates.log_retention, np.log1p(-forget), rtol=1e-6)
-    np.testing.assert_allclose(gates.log_momentum, np.log(momentum), rtol=1e-6)
-    np.testing.assert_array_equal(gates.step_size, step_size)
-    assert gates.mask is None
-
-
+@pytest.mark.slow_but_for("chunked")
 @pytest.mark.parametrize("form", FORMS)
 def test_gradient_descent_ignores_the_momentum_gate(form):
     """log_momentum may be anything or None."""

@@ -10,6 +10,7 @@ from flax import nnx
 from titans_jax.models import LanguageModel, granularity
 
 
+@pytest.mark.slow_but_for("mac", "mal")
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_logits_do_not_depend_on_later_tokens(kind):
     """Bit for bit: token t is changed for many t, and logits before t stay as they were."""
@@ -24,6 +25,7 @@ def test_logits_do_not_depend_on_later_tokens(kind):
         assert (logits[t, t] != original[t, t]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_gradient(kind):
     """Every parameter of every layer gets a finite, non-zero gradient, and together they are the finite difference."""
@@ -49,6 +51,7 @@ def test_gradient(kind):
         np.testing.assert_allclose((above - below) / (2 * step), slope, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_rows_are_independent(kind):
     model, tokens = small.build(small.config(kind, dtype="float32")), small.tokens(batch=4)
@@ -58,6 +61,7 @@ def test_rows_are_independent(kind):
     np.testing.assert_array_equal(np.delete(logits, 2, axis=0), np.delete(changed, 2, axis=0))
 
 
+@pytest.mark.slow_but_for("mag")
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_one_token_and_none(kind):
     model = small.build(small.config(kind, dtype="float32"))
@@ -66,6 +70,7 @@ def test_one_token_and_none(kind):
         model(small.tokens(time=0))
 
 
+@pytest.mark.slow
 def test_diagnostics_are_means_over_what_is_not_padding():
     with jax.enable_x64(True):
         config = small.config("mac", "window", "lmm", depth=6)
@@ -85,6 +90,7 @@ def test_diagnostics_are_means_over_what_is_not_padding():
     assert model(tokens, return_diagnostics=True)[1] == {}
 
 
+@pytest.mark.slow
 def test_remat_changes_memory_not_numbers():
     with jax.enable_x64(True):
         tokens, gradients = small.tokens(time=8), []

@@ -14,6 +14,7 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
 ]
 
 
+@pytest.mark.slow_but_for("mac-None", "mag-linear", "lmm+window-None")
 @pytest.mark.parametrize("config", CASES, ids=lambda c: f"{'+'.join(c.pattern)}-{c.memory.architecture}")
 def test_logits_equal_the_numpy_model(config):
     with jax.enable_x64(True):

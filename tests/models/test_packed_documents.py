@@ -38,6 +38,7 @@ def assert_documents_alone(config, rows, tolerance=1e-10):
         np.testing.assert_allclose(actual, row[: len(document)], rtol=tolerance, atol=tolerance * abs(expected).max())
 
 
+@pytest.mark.slow_but_for("mac")
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_aligned_documents_need_no_slack(kind):
     with jax.enable_x64(True):
@@ -46,6 +47,7 @@ def test_aligned_documents_need_no_slack(kind):
         assert_documents_alone(config, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_any_documents_fit_with_slack(kind):
     with jax.enable_x64(True):
@@ -54,12 +56,14 @@ def test_any_documents_fit_with_slack(kind):
         assert_documents_alone(config, rows)
 
 
+@pytest.mark.slow
 def test_packed_documents_in_float32():
     config = small.config("mac", dtype="float32", document_slack=4 * small.SEGMENT, memory={"max_step_size": 0.1})
     rows = [pack(lengths, 32) for lengths in ([5, 9, 3], [1, 1, 30], [32], [8, 7])]
     assert_documents_alone(config, rows, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_is_nan_and_no_other():
     tokens, ids, _ = pack([5, 9, 18], 32)
     good = pack([32], 32)
@@ -70,6 +74,7 @@ def test_a_row_that_does_not_fit_is_nan_and_no_other():
         assert jnp.isnan(logits[0]).all() and jnp.isfinite(logits[1]).all()
 
 
+@pytest.mark.slow
 def test_a_document_does_not_see_another():
     """Changing one document changes no bit of another, before or behind it."""
     with jax.enable_x64(True):

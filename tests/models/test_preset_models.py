@@ -40,6 +40,7 @@ def test_a_name_that_nothing_is_registered_under_is_refused_with_the_nearest(fie
         memory_rule(MemoryConfig(**{field: name}))
 
 
+@pytest.mark.slow_but_for("gated_deltanet")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_streaming_equals_training_and_every_parameter_learns(preset):
     """A prompt that ends inside a chunk, then token by token; float64."""
@@ -59,6 +60,7 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
             assert np.isfinite(gradient).all() and np.any(gradient != 0), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [
@@ -87,6 +89,7 @@ def test_choices_combine(choices):
             assert np.isfinite(gradient).all() and np.any(gradient != 0), jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", [("mac",), ("mag",), ("mal",), ("lmm", "window")])
 @pytest.mark.parametrize("preset", ["memora", "rwkv7"])
 def test_any_preset_in_any_block(preset, pattern):

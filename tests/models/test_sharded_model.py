@@ -5,7 +5,11 @@ In a process of its own, because the number of devices is fixed when JAX starts.
 
 import os
 
+import pytest
+
 from tests import child
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 PROGRAM = """
 import jax

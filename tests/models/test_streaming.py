@@ -33,6 +33,7 @@ def assert_same(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * abs(expected).max())
 
 
+@pytest.mark.slow_but_for("mac", "mal")
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_prompt_then_tokens_equals_the_whole(kind):
     """Prompts that end before, on and after the borders of chunk, window and segment, in float64."""
@@ -43,6 +44,7 @@ def test_prompt_then_tokens_equals_the_whole(kind):
             assert_same(read_in_pieces(model, tokens, [prompt]), whole, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_pieces_from_the_middle_of_a_chunk_equal_the_whole(kind):
     with jax.enable_x64(True):
@@ -52,6 +54,7 @@ def test_pieces_from_the_middle_of_a_chunk_equal_the_whole(kind):
         assert_same(read_in_pieces(model, tokens, [8, 5, 3, 1]), whole, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_decoding_equals_training_forward_in_float32(kind):
     # Steps of at most 0.1 / head_dim: with 1 / head_dim and heads of 8 the recurrence itself is so ill-conditioned that
@@ -61,6 +64,7 @@ def test_decoding_equals_training_forward_in_float32(kind):
     assert_same(read_in_pieces(model, tokens, [5]), small.forward(model, tokens), 1e-4)
 
 
+@pytest.mark.slow
 def test_a_hybrid_pattern_streams():
     with jax.enable_x64(True):
         model, tokens = small.build(small.config("lmm", "window", depth=4)), small.tokens()
@@ -78,6 +82,7 @@ def test_state_has_one_size(kind):
         assert empty == jax.eval_shape(lambda: model.init_state(2))
 
 
+@pytest.mark.slow
 def test_rows_of_a_state_are_independent():
     with jax.enable_x64(True):
         model, tokens = small.build(small.config("mac")), small.tokens()

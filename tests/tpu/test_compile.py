@@ -45,6 +45,8 @@ def lmm():
     return compile_step(LMM, find_topology("v5e:2x2"))
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_what_a_chip_holds(lmm):
     """Matrices lie in quarters, what heads own in halves, vectors whole; AdamW keeps two moments and two counters."""
     parameters, state = lmm.hbm["parameters"], lmm.hbm["optimizer state"]
@@ -56,6 +58,8 @@ def test_what_a_chip_holds(lmm):
     assert lmm.host == 0
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_estimate_is_of_this_step(lmm):
     assert lmm.unknown_loops == 0
     assert any(source.startswith("memory/") for source in lmm.cycles) and "layers/feed_forward" in lmm.cycles
@@ -67,6 +71,8 @@ def test_estimate_is_of_this_step(lmm):
     assert 0 < lmm.kernel_share < 1
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_no_collective_runs_per_chunk(lmm):
     """Twice as many chunks, and no collective more: gradients of what rows share are summed once, behind the kernel."""
     longer = dataclasses.replace(LMM, data=dataclasses.replace(LMM.data, sequence_length=512))
@@ -77,6 +83,8 @@ def test_no_collective_runs_per_chunk(lmm):
         assert longer.kernels.cycles[kernel] > 1.9 * cycles
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_a_segment_of_mac_runs_its_kernels_at_most_twice_forward():
     """Remat full repeats a layer; of a segment, which is repeated in that, what its kernels leave is kept."""
     once, repeated = (
@@ -89,6 +97,8 @@ def test_a_segment_of_mac_runs_its_kernels_at_most_twice_forward():
         assert 1 < repeated.kernels.cycles[kernel] / once.kernels.cycles[kernel] < 2.5  # the schedules differ a little
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_only_gradients_cross_slices():
     report = compile_step(with_rows(TRANSFORMER, 8), find_topology("v6e:2x2", slices=2))
     assert report.mesh == {"slice": 2, "data": 1, "fsdp": 4, "tensor": 1}
@@ -98,6 +108,8 @@ def test_only_gradients_cross_slices():
     assert sum(c.sent for c in report.collectives if c.axes == ("fsdp",)) > shard
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_offload_puts_the_named_activations_into_the_hosts_memory():
     config = with_model(TRANSFORMER, remat="offload")
     report = compile_step(config, find_topology("v5e:1x1"))
@@ -121,6 +133,8 @@ def file(tmp_path):
     return str(path)
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_refused(file, capsys):
     """16 GiB of embedding, without gradients and moments, on 15.75: no batch helps."""
     shape = "--model.vocab_size 33554432 --model.dim 128 --batch 1 --data.sequence_length 16"

@@ -11,6 +11,8 @@ from titans_jax.config.files import shipped_configs
 from titans_jax.tpu.compile import compile_step
 from titans_jax.tpu.topology import find_topology
 
+pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
+
 pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed")
 
 

@@ -11,6 +11,8 @@ from titans_jax.memory import presets
 from titans_jax.tpu.hlo import Program
 from titans_jax.tpu.topology import describe, find_topology
 
+pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
+
 pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed")
 
 HEADS = 2

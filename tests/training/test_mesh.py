@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.training.tiny import tiny_config
 from titans_jax.training import train
 from titans_jax.training.metrics import read_metrics
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 FOUR_DEVICES = """
 import dataclasses, pathlib, sys

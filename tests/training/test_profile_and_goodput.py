@@ -27,6 +27,7 @@ def traced_steps(run_dir) -> list[int]:
     return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps, traced", [("5:7", [5, 6]), ("12:20", [12])])
 def test_a_trace_holds_its_steps(tmp_path, steps, traced):
     """Tracing ends with the run where the run ends first."""
@@ -59,6 +60,7 @@ def test_goodput_counts_steps_and_all_of_the_time(clock):
     assert second.share() == pytest.approx(50 / 200)
 
 
+@pytest.mark.slow
 def test_goodput_of_a_run_goes_on(tmp_path, monkeypatch, clock):
     seconds, add = [], goodput.Goodput.add
     monkeypatch.setattr(goodput.Goodput, "add", lambda self, one: seconds.append(one) or add(self, one))
@@ -104,6 +106,7 @@ def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):
             pass
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_goodput_resumes(tmp_path):
     """As they were before it was kept."""
     config, console = tiny_config(sample_tokens=0), Console(file=io.StringIO())

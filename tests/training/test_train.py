@@ -77,6 +77,7 @@ def test_finished_run_is_left_alone(uninterrupted):
     assert numbers(uninterrupted) == before
 
 
+@pytest.mark.slow_but_for("6")
 @pytest.mark.parametrize("stop_at", [4, 6, 9])
 def test_stop_and_go_on(uninterrupted, tmp_path, monkeypatch, stop_at):
     """4 is a checkpoint's step, 6 an evaluation's (which is then cut short), 9 neither."""
@@ -111,6 +112,7 @@ def killed_run(run_dir: Path, monkeypatch, step: int) -> None:
             run(tiny_config(), run_dir)
 
 
+@pytest.mark.slow
 def test_killed_run_repeats_steps_without_repeating_lines(uninterrupted, tmp_path, monkeypatch):
     killed_run(tmp_path / "run", monkeypatch, 7)
     assert numbers(tmp_path / "run")[-1]["step"] == 7
@@ -120,6 +122,7 @@ def test_killed_run_repeats_steps_without_repeating_lines(uninterrupted, tmp_pat
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_damaged_and_unfinished_checkpoints(uninterrupted, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     killed_run(run_dir, monkeypatch, 9)
@@ -136,6 +139,7 @@ def test_damaged_and_unfinished_checkpoints(uninterrupted, tmp_path, monkeypatch
     assert_same_run(run_dir, uninterrupted)
 
 
+@pytest.mark.slow
 def test_no_readable_checkpoint(tmp_path):
     run(tiny_config(steps=4), tmp_path / "run")
     for file in (tmp_path / "run" / "checkpoints" / "4" / "params").rglob("*"):
@@ -174,6 +178,7 @@ def test_wrong_input_writes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_divergence_stops_and_keeps_the_last_checkpoint(tmp_path):
     config = tiny_config(steps=12, checkpoint_every=1)
     # A step this large makes weights whose products overflow: the next loss is not finite.
@@ -184,6 +189,7 @@ def test_divergence_stops_and_keeps_the_last_checkpoint(tmp_path):
     assert all(np.isfinite(x).all() for x in params(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_model_with_memory_reports_on_it(tmp_path):
     model = dataclasses.replace(MODEL, pattern=("mac", "attention"))
     run(tiny_config(model, steps=6), tmp_path / "run")
@@ -206,6 +212,8 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_0(tmp_path):
     long = command(tmp_path / "run", "--training.steps", "100000", "--training.checkpoint_every", "100000")
     process = subprocess.Popen(long, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -219,6 +227,8 @@ def test_sigterm_saves_and_exits_0(tmp_path):
     assert load_run(tmp_path / "run").step >= 2
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_full_disk_ends_in_a_sentence_and_loses_nothing(tmp_path):
     """A limit on the size of files stands for the full disk: writes fail in the same places."""
     short = tiny_config(steps=4, sample_tokens=0)

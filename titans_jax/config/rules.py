@@ -6,10 +6,11 @@ jax is imported by the first call, so that a configuration is read, and help giv
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_jax.config.schema import ConfigError, MemoryConfig
-from titans_jax.registry import did_you_mean
+from titans_jax.registry import PACKAGE, did_you_mean
 
 if TYPE_CHECKING:
     from titans_jax.memory.rule.gate_choices import GateChoices
@@ -94,8 +95,9 @@ def register(preset: "Preset") -> str:
     if not isinstance(preset, Preset):
         raise ConfigError(f"model.memory.preset is {preset!r}; use a registered name or a titans_jax.memory Preset")
     if PRESETS.get(preset.name) != preset:
-        try:
-            PRESETS.add(preset.name, preset, preset.make.__code__.co_filename)
+        file = preset.make.__code__.co_filename
+        try:  # only a file of the user's own is one that may be run again
+            PRESETS.add(preset.name, preset, "" if PACKAGE in Path(file).parents else file)
         except ValueError as error:
             raise ConfigError(f"model.memory.preset: {str(error).rstrip('.')}") from error
     return preset.name

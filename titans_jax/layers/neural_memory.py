@@ -46,6 +46,17 @@ class MemoryLayerState(NamedTuple):
     tails: dict[str, jax.Array]
 
 
+class HeadInputs(NamedTuple):
+    """What the memories of all heads read: queries [b, t, h, d], keys, values [b, t, h, (n,) d], gates [b, t, h, ...],
+    resets bool [b, t] or None."""
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    gates: memory.Gates
+    resets: jax.Array | None
+
+
 class MemoryInput(nnx.Module):
     """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
 
@@ -162,9 +173,8 @@ class NeuralMemory(nnx.Module):
         if documents is not None:
             mask, resets = documents.mask, documents.starts
         keys, values, gates = self.gates(x, features["key"], features["value"], mask)
-        reads, after, surprise = self._memorize(
-            state.memory, features["query"], keys, values, gates, resets, None if start is None else start.memory
-        )
+        inputs = HeadInputs(features["query"], keys, values, gates, resets)
+        reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
         return reads, MemoryLayerState(after, tails), _report(gates, surprise, after)
 
     def inputs(self) -> dict[str, MemoryInput]:
@@ -223,48 +233,38 @@ class NeuralMemory(nnx.Module):
         return {"weights": tuple(jnp.zeros((self.num_heads, *shape), dtype) for shape in shapes), **slow}
 
     def _memorize(
-        self,
-        state: memory.MemoryState,
-        queries: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        gates: memory.Gates,
-        resets: jax.Array | None,
-        start: memory.MemoryState | None,
+        self, state: memory.MemoryState, inputs: HeadInputs, start: memory.MemoryState | None
     ) -> tuple[jax.Array, memory.MemoryState, memory.Surprise]:
         """`memory.memorize` for a batch of heads. Position is shared by all of them, so it is not mapped over."""
-        batch, time = queries.shape[:2]
+        batch, time = inputs.queries.shape[:2]
         position = state.position
-        form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, gates)
+        form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, inputs.gates)
 
-        def one(position, params, state, queries, keys, values, gates, resets, start):
+        def one(position, params, state, inputs: HeadInputs, start):
             reads, state, surprise = memory.memorize(
                 self.rule,
                 params,
                 _replace(state, position=position),
-                queries,
-                keys,
-                values,
-                gates,
+                *inputs[:4],
                 form,
-                resets=resets,
+                resets=inputs.resets,
                 initial_state=None if start is None else _replace(start, position=0),
                 return_surprise=True,
-                return_anchor=resets is None,
+                return_anchor=inputs.resets is None,
                 rematerialised=self.rematerialised,
             )
             return reads, _replace(state, position=None), surprise
 
-        gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, gates), mask=None)
-        heads = jax.vmap(one, in_axes=(None, 0, 0, 1, 1, 1, gate_axes, None, 0), out_axes=(1, 0, 1))
-        rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+        gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, inputs.gates), mask=None)
+        heads = jax.vmap(one, in_axes=(None, 0, 0, HeadInputs(1, 1, 1, gate_axes, None), 0), out_axes=(1, 0, 1))
+        rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
         # One copy a row: gradients of what rows share would be summed over them, and over the devices that hold them,
         # at every chunk of the scan.
         params = broadcast(self.params(), batch)
         start = None if start is None else broadcast(_replace(start, position=None), batch)
-        arguments = (params, _replace(state, position=None), queries, keys, values, gates, resets, start)
+        arguments = (params, _replace(state, position=None), inputs, start)
         if form == "fused":
-            reads, after, surprise = per_device(rows, batch, gates)(position, *arguments)
+            reads, after, surprise = per_device(rows, batch, inputs.gates)(position, *arguments)
         else:
             reads, after, surprise = rows(position, *arguments)
         # Documents start with a chunk, so the open chunk is as long in every row.
@@ -285,7 +285,8 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
 
     def sharded(position: int | jax.Array, *arguments: Any) -> Any:
         static = isinstance(position, int)
-        specs = (by_head, by_head, by_token, by_token, by_token, gates, PartitionSpec(across), by_head)
+        inputs = HeadInputs(by_token, by_token, by_token, gates, PartitionSpec(across))
+        specs = (by_head, by_head, inputs, by_head)
         return on_devices(
             functools.partial(rows, position) if static else rows,
             specs if static else (PartitionSpec(), *specs),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,7 +24,13 @@ def loss_sum(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Arr
 
 
 def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `loss_sum`, from logits [rows, time, vocab] and targets int32 [rows, time]."""
+    """As `loss_sum`, from logits [rows, time, vocab] and targets int32 [rows, time].
+
+    Raises AssertionError for targets of another shape, which would be broadcast to a wrong loss, or that are no
+    integers.
+    """
+    chex.assert_shape(targets, logits.shape[:-1])
+    chex.assert_type(targets, int)
     predicted = targets >= 0
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     return jnp.sum(nats, where=predicted), jnp.sum(predicted, dtype=nats.dtype)

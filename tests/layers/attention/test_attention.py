@@ -116,6 +116,7 @@ def test_scores_of_a_long_sequence_are_never_formed():
         assert compiled.memory_analysis().temp_size_in_bytes < time * time  # a quarter of one [time, time] in float32
 
 
+@pytest.mark.slow_but_for("split1-3", "split2-None")
 @pytest.mark.parametrize("window", [3, 6, None])
 @pytest.mark.parametrize("split", [[1] * 13, [13], [4, 9], [1, 6, 1, 5], [11, 2]])
 def test_layer_extends_as_it_reads_whole(window, split):

@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_but_for("*-100-2-48-16-float32-1e-05")
 # As for splash (`test_splash`): sums in another order, and the roundings of bfloat16.
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 6e-3)])
 @pytest.mark.parametrize("form, time, heads, head_dim, num_prefix", CASES)
@@ -125,11 +126,15 @@ for topology, fsdp, tensor, head_dim, dtype, time in {cases}:
 """
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_four_devices_equal_plain_attention():
     """Rows over fsdp and heads over tensor."""
     child.run(MESH, os.path.dirname(__file__))
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install jax[tpu]")
 def test_compiles_for_tpus_that_are_not_here():
     cases = (

@@ -65,6 +65,7 @@ def expected(case):
     return exact, arguments, value_and_gradients(blocked_attention, jnp.float32, exact, **arguments)
 
 
+@pytest.mark.slow_but_for("window, documents, prefix-float32-1e-05")
 # float32: sums in another order. bfloat16: the output, the weights and their cotangents are rounded to 8 bits
 # (2^-9 / sqrt(3) = 1.1e-3 each; the blocked form is 2 to 4e-3 away too), and for splash the scaled queries and their
 # gradient once more, which matters where the scale is no power of two (head_dim 48).
@@ -144,6 +145,8 @@ for topology, fsdp, tensor, head_dim, dtype, window, time in {cases}:
 """
 
 
+@pytest.mark.processes
+@pytest.mark.slow
 def test_four_devices_equal_the_blocked_form():
     """Rows over fsdp and heads over tensor: the prefix's gradient is summed over the rows of all devices."""
     child.run(MESH, os.path.dirname(__file__))
@@ -154,6 +157,8 @@ def compile_for_tpu(program, *cases):
     return [json.loads(line) for line in child.run(program.replace("{cases}", repr(cases)), **DESCRIBED).splitlines()]
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install jax[tpu]")
 def test_compiles_for_a_tpu_that_is_not_here():
     time = 8192

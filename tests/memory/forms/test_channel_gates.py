@@ -38,6 +38,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow_but_for("linear-all-chunked", "residual-momentum-all-chunked")
 @each_form
 @pytest.mark.parametrize("case", CASES)
 def test_channel_wise_gates(case, form):
@@ -83,6 +84,7 @@ def test_a_momentum_gate_that_nothing_uses_changes_nothing():
     np.testing.assert_array_equal(unused, plain)
 
 
+@pytest.mark.slow_but_for("chunked")
 @each_form
 def test_a_slope_of_every_channel(form):
     """Of an affine bias; at 1 it is L2's."""
@@ -135,6 +137,7 @@ def block(name):
     return rule, random_params(rule), jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, form", [*((name, "chunked") for name in BLOCKS), ("dfw", "fused"), ("kimi", "fused")])
 def test_extreme_retention_in_float32(name, form):
     rule, params, inputs = block(name)
@@ -145,6 +148,7 @@ def test_extreme_retention_in_float32(name, form):
         assert error(reads[row].astype(np.float64), expected[row]) <= 1e-5, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dfw", "kimi", "residual"])
 def test_outer_gradients_through_extreme_retention_are_finite_and_right(name):
     """By every input, gates in logarithms: float32 in the chunked form against float64 in the recurrent form."""
@@ -194,6 +198,7 @@ def states_after(name, form):
     return run(model.rule, form, model.params, masked, batched=True)
 
 
+@pytest.mark.slow
 @each_form
 @each_model
 def test_padding_changes_nothing(name, form):
@@ -205,6 +210,7 @@ def test_padding_changes_nothing(name, form):
         np.testing.assert_allclose(got[0], start, rtol=1e-13)
 
 
+@pytest.mark.slow
 @each_form
 @each_model
 def test_resume_at_every_token(name, form):
@@ -221,6 +227,7 @@ def test_resume_at_every_token(name, form):
         assert error(reads[count, : TIME - count], expected_from(name, 0, TIME)[count:]) <= TOLERANCE
 
 
+@pytest.mark.slow
 @each_form
 @each_model
 def test_documents_are_read_as_if_alone(name, form):
@@ -240,6 +247,7 @@ def test_documents_are_read_as_if_alone(name, form):
             assert error(reads[row, begin:end], expected_from(name, begin, end)) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_every_preset_with_a_matrix_memory_takes_documents_anywhere():
     """Their chunk is one token, or, for Mesa, whatever is asked: its solution depends on no chunk."""
     for name, make in presets.PRESETS.items():

@@ -54,12 +54,14 @@ def assert_directional(case, params, rows, probe, found, seed=7, tolerance=1e-8)
             assert got == pytest.approx(expected, rel=tolerance, abs=tolerance), f"gradient of {name}, row {index}"
 
 
+@pytest.mark.slow_but_for("residual_mlp2-l2-momentum-4-chunked")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_outer_gradient_is_the_oracles_difference(case, form):
     assert_directional(case, *problem(case), gradients(case, form))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ("associative", "chunked"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forms_agree_in_gradient(case, form):
@@ -70,6 +72,7 @@ def test_forms_agree_in_gradient(case, form):
             assert np.linalg.norm(got - wanted) <= 1e-10 * np.linalg.norm(wanted), name
 
 
+@pytest.mark.slow_but_for("residual_mlp2-l2-momentum-4-chunked")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_slow_parameter_and_every_token_learns(case, form):
@@ -87,6 +90,7 @@ def test_every_slow_parameter_and_every_token_learns(case, form):
         assert np.all(per_token > 0), name
 
 
+@pytest.mark.slow_but_for("residual_mlp2-l2-momentum-4-chunked")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_padded_tokens_have_no_gradient(case, form):
@@ -97,6 +101,7 @@ def test_padded_tokens_have_no_gradient(case, form):
         np.testing.assert_array_equal(found[name][~mask], 0, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, form", PAIRS, ids=str)
 def test_gradient_through_resets(case, form):
     """After a reset the learned start is read again, so its gradient sums over documents."""
@@ -108,6 +113,7 @@ def test_gradient_through_resets(case, form):
     assert_directional(case, params, rows, probe, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [ONLINE, TITANS], ids=str)
 def test_gradient_of_many_chunks(case):
     """Chunk groups are recomputed in the backward pass: long rows give the gradient of the token recurrence.
@@ -122,6 +128,7 @@ def test_gradient_of_many_chunks(case):
             assert np.linalg.norm(got - wanted) <= 1e-9 * np.linalg.norm(wanted), name
 
 
+@pytest.mark.slow
 def test_gradient_in_float32():
     """Single precision, compiled as users run it, gives the same gradient nearly to the relative error of the reads."""
     found = rules.run(TITANS, "chunked", *problem(TITANS), dtype=np.float32)["gradients"]

@@ -33,6 +33,7 @@ def lagged(inputs, params, chunk_size):
     return np.array(reads)
 
 
+@pytest.mark.slow_but_for("4-chunked")
 @pytest.mark.parametrize("form", miras.FORMS)
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_lag_token_is_the_paper_s_rule(form, chunk_size):

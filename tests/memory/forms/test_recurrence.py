@@ -34,6 +34,13 @@ def varied_answers(case):
     return params, rows, [rules.expect(case, params, rules.row(rows, index)) for index in range(ROWS)]
 
 
+@pytest.mark.slow_but_for(
+    "linear1-l2-momentum-1-chunked",
+    "linear1-l2-momentum-4-*",
+    "residual_mlp2-l2-momentum-4-*",
+    "gated_mlp3-*-chunked",
+    "mlp2-*-chunked",
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_recurrence_parity(case, form):
@@ -43,6 +50,7 @@ def test_recurrence_parity(case, form):
         rules.assert_answers(case, rules.row(answer, index), expected[index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, form", PAIRS, ids=str)
 def test_recurrence_parity_in_float32(case, form):
     params, rows, expected = varied_answers(case)
@@ -52,6 +60,7 @@ def test_recurrence_parity_in_float32(case, form):
         rules.assert_answers(case, rules.row(answer, index), expected[index], tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, form", PAIRS, ids=str)
 @pytest.mark.parametrize("time", [1, 3, 8])
 def test_any_length(case, form, time):
@@ -60,6 +69,7 @@ def test_any_length(case, form, time):
     rules.assert_answers(case, rules.row(answer, 0), rules.expect(case, params, rules.row(rows, 0)))
 
 
+@pytest.mark.slow_but_for("residual_mlp2-l2-momentum-4-chunked")
 @pytest.mark.parametrize("case, form", PAIRS, ids=str)
 def test_no_tokens(case, form):
     params, rows = rules.random_params(case), rules.random_rows(case, 2, 0)
@@ -71,6 +81,7 @@ def test_no_tokens(case, form):
     assert not answer["position"].any() and not any(leaf.any() for leaf in answer["momentum"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_one_gate_for_all_matrices(form):
     """Leaves [time] mean the same gate for every matrix, and may stand beside leaves [time, matrices]."""
@@ -82,6 +93,7 @@ def test_one_gate_for_all_matrices(form):
         rules.assert_answers(TITANS, rules.row(answer, index), rules.expect(TITANS, params, rules.row(rows, index)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunk_size, algorithm, dtype",
     [
@@ -124,6 +136,7 @@ def extreme_rows(case, time):
 LONG_CHUNK = Case("residual_mlp", 2, chunk_size=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, form, time, dtype",
     [
@@ -149,6 +162,7 @@ def test_extreme_gates(case, form, time, dtype):
         rules.assert_answers(case, rules.row(answer, index), expected, 1e-10 if dtype == np.float64 else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, form", PAIRS, ids=str)
 def test_gates_in_log_space(case, form):
     """log_retention = -inf clears the memory and log_momentum = -inf the momentum, with finite gradients."""
@@ -178,6 +192,7 @@ def test_gates_in_log_space(case, form):
     np.testing.assert_allclose(gradients[1][6], 0, atol=1e-12)
 
 
+@pytest.mark.slow_but_for("chunked")
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_inputs(form):
     """bfloat16 tokens with float32 gates: the state stays float32 and the reads are those of the rounded tokens.

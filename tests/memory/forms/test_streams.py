@@ -11,6 +11,8 @@ from rules import FORMS, INPUTS, LINEAR, ONLINE, PAIRS, TIME, TITANS, Case
 
 from titans_jax import memory
 
+pytestmark = pytest.mark.slow
+
 CASES = (LINEAR, ONLINE, TITANS, Case("gated_mlp", 3))
 each_form = pytest.mark.parametrize("form", FORMS)
 each_case = pytest.mark.parametrize("case", CASES, ids=str)

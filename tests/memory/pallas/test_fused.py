@@ -140,11 +140,13 @@ def titans(depth=2, **options):
     return presets.titans(depth, 2, CHUNK, **options)
 
 
+@pytest.mark.slow
 def test_rows_and_heads():
     """By two vmaps, three matrices, and a last chunk that stays open; other tests have two matrices, and one."""
     check(titans(3), ROWS_AND_HEADS, time=2 * CHUNK + 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state_tokens", [CHUNK, 64], ids=["a state a chunk", "one for all chunks"])
 def test_bfloat16_operands(state_tokens, monkeypatch):
     """A state for one chunk only is stored in bfloat16, which its products read it in."""
@@ -152,6 +154,7 @@ def test_bfloat16_operands(state_tokens, monkeypatch):
     check(titans(), HEADS, BFLOAT16, BFLOAT16_GATES, head_dim=64, dtype=jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_states_made_again_for_the_gradient():
     """Of a row with documents and padding, whose last chunk stays open: gradients are those of stored states."""
     rule, time = titans(), 3 * CHUNK
@@ -172,6 +175,7 @@ def test_states_made_again_for_the_gradient():
     assert_equal(*(program(params, inputs) for program in programs), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fused", "chunked"])
 def test_a_state_without_its_anchor(form):
     """All else is as with it, the kernel's shorter way of a chunk that stays open included."""
@@ -206,6 +210,7 @@ def test_which_presets_run():
     assert by_block <= linear and not by_chunk & linear
 
 
+@pytest.mark.slow_but_for("ttt_linear", "deltanet")
 @pytest.mark.parametrize("rule", [rule for rule in DISTINCT if DISTINCT[rule] != "titans"], ids=DISTINCT.get)
 def test_every_other_preset_that_runs(rule, small_blocks):
     check(rule, tolerance=digits(rule), time=rule.chunk_size + BLOCK + 3, head_dim=8)
@@ -224,6 +229,7 @@ def linear(chunk_size):
     return presets.titans(1, chunk_size=chunk_size, residual=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, starts", [(linear(1), [3, 24]), (linear(8), [8, 32])], ids=["token", "chunk"])
 def test_documents_and_padding_of_linear_memories(rule, starts, small_blocks):
     """Documents that start inside a block; a row that ends with padding, for chunks from inside one."""
@@ -236,6 +242,7 @@ def test_documents_and_padding_of_linear_memories(rule, starts, small_blocks):
     check(rule, HEADS, flags=flags, time=time, head_dim=8)
 
 
+@pytest.mark.slow
 def test_bfloat16_operands_of_a_linear_memory(monkeypatch):
     """XLA on CPUs has no product of bfloat16 operands for a sum of outer products as the kernel transposes it."""
     apart = dataclasses.replace(backend.PALLAS, weighted_outer_products=matmul.weighted_outer_products_apart)
@@ -252,6 +259,7 @@ BY_CHANNEL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_CHANNEL)
 def test_documents_and_padding_where_channels_forget_apart(name, small_blocks):
     """Documents that start inside a block, one of them at its first token; a row that ends with padding; the state
@@ -265,11 +273,13 @@ def test_documents_and_padding_where_channels_forget_apart(name, small_blocks):
     check(rule, HEADS, FLOAT64, flags=flags, time=time, head_dim=8, by_channel=gates)
 
 
+@pytest.mark.slow
 def test_bfloat16_operands_where_channels_forget_apart():
     rule, gates = BY_CHANNEL["rwkv7"]
     check(rule, HEADS, BFLOAT16, BFLOAT16_GATES, time=40, head_dim=64, dtype=jnp.bfloat16, by_channel=gates)
 
 
+@pytest.mark.slow
 def test_padding_between_tokens_is_never_silently_wrong():
     """Where documents begin inside blocks, too."""
     rule, gates = BY_CHANNEL["kimi"]
@@ -285,7 +295,7 @@ def test_what_auto_stands_for_on_a_tpu():
     """A linear rule takes the kernel, whatever its gates, and so does a deep one with chunks of a register."""
 
     def choose(rule, **gates):
-        return memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates), "tpu")
+        return memory.choose_form("auto", rule, dataclasses.replace(plain(rule), **gates), backend.TPU)
 
     assert {choose(rule) for rule in (presets.gated_deltanet(), linear(1), linear(16), titans())} == {"fused"}
     assert choose(linear(3)) == choose(presets.ttt_mlp(chunk_size=4)) == "chunked"
@@ -298,6 +308,7 @@ def test_what_auto_stands_for_on_a_tpu():
 MOMENTUM, DESCENT = algorithms.momentum(), algorithms.gradient_descent()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture, bias, retention, algorithm, bias_gate",
     [
@@ -313,12 +324,14 @@ def test_other_choices(architecture, bias, retention, algorithm, bias_gate):
     check(rule, HEADS, head_dim=16, bias_gate=bias_gate)
 
 
+@pytest.mark.slow
 def test_gates_of_every_channel():
     """A chunk that is no power of two, gates that cut, and padding behind the last token."""
     rule = presets.yaad(expansion=2, chunk_size=12)
     check(rule, HEADS, FLOAT64, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=CHANNELS)
 
 
+@pytest.mark.slow
 def test_chunks_that_share_a_stored_state(monkeypatch):
     """One head without a vmap; the backward kernel comes to every chunk's start once more."""
     monkeypatch.setattr(kernels, "STATE_TOKENS", 4 * CHUNK)
@@ -331,6 +344,7 @@ def test_chunks_that_share_a_stored_state(monkeypatch):
     check(titans(1), time=6 * CHUNK, head_dim=48)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [titans(), presets.memora(expansion=2, chunk_size=CHUNK), linear(8)], ids=["titans", "memora", "linear"]
 )
@@ -340,6 +354,7 @@ def test_forgetting_to_the_start(rule):
     check(rule, HEADS, digits(rule), time=3 * CHUNK, head_dim=16, position=3)
 
 
+@pytest.mark.slow
 def test_documents():
     """A row of two documents beside a row of one."""
     resets = np.zeros((2, 3 * CHUNK), bool)
@@ -347,6 +362,7 @@ def test_documents():
     check(titans(), HEADS, flags={"resets": resets}, head_dim=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [titans(), presets.memora(expansion=2, chunk_size=CHUNK)], ids=["titans", "memora"])
 def test_documents_and_padding_from_inside_a_chunk(rule):
     """A row of documents, and a row whose state arrives inside a chunk, which one is known only when it runs, and whose
@@ -359,10 +375,12 @@ def test_documents_and_padding_from_inside_a_chunk(rule):
     check(rule, HEADS, digits(rule), flags=flags, head_dim=16)
 
 
+@pytest.mark.slow
 def test_a_state_that_arrives_at_a_static_position():
     check(titans(), HEADS, position=3, gradients=False, time=2 * CHUNK, head_dim=16)
 
 
+@pytest.mark.slow
 def test_a_reset_inside_a_chunk_is_never_silently_wrong():
     params, inputs = draw(titans(), HEADS, head_dim=16)
     resets = np.zeros((2, 3 * CHUNK), bool)
@@ -371,6 +389,7 @@ def test_a_reset_inside_a_chunk_is_never_silently_wrong():
     assert np.isnan(reads[0]).all() and np.isfinite(reads[1]).all()
 
 
+@pytest.mark.slow
 def test_a_sequence_in_two_calls():
     rule, split = titans(), CHUNK + 5
     params, inputs = draw(rule, head_dim=16, time=3 * CHUNK)

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from miras_inputs import FORMS, MODELS, TIME, error, memorize, rows, run
 
+pytestmark = pytest.mark.slow
+
 each_model = pytest.mark.parametrize("name", MODELS)
 FLOATS = ("queries", "keys", "values", "retention", "momentum", "step_size", "bias_gate", "key_retention",
           "value_retention", "key_step_size", "value_step_size")  # fmt: skip

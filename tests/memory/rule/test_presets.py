@@ -28,6 +28,9 @@ def test_every_preset_has_an_oracle():
     assert set(presets.PRESETS) == set(MODELS) - {"kimi_delta_attention"}
 
 
+@pytest.mark.slow_but_for(
+    "deltanet-chunked", "gated_deltanet-chunked", "gla-chunked", "mesa-chunked", "yaad-chunked", "memora-chunked"
+)
 @each_form
 @pytest.mark.parametrize("name", MODELS)
 def test_preset_is_its_published_recurrence(name, form):
@@ -39,6 +42,7 @@ def test_preset_is_its_published_recurrence(name, form):
     assert error(reads, np.broadcast_to(expected, reads.shape)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_preset_in_the_fast_path(name):
     """One row at a static position, without resets and mask, of every path that the chunked form takes."""
@@ -47,6 +51,7 @@ def test_preset_in_the_fast_path(name):
     assert error(run(model.rule, "chunked", model.params, inputs)[0], model.expect(inputs, model.params)) <= TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [1, TIME + 3])
 @pytest.mark.parametrize(
     "name, form, draw, extra",
@@ -66,6 +71,7 @@ def test_the_chunk_is_part_of_the_model(name, form, draw, extra, chunk_size):
     assert error(other.expect(inputs, model.params), expected) > 1e-4
 
 
+@pytest.mark.slow
 def test_mesa_is_the_same_solution_whatever_its_chunk():
     """The preset's own chunk of 64, and Sherman-Morrison where nothing is forgotten."""
     model = MODELS["mesa"]
@@ -78,6 +84,7 @@ def test_mesa_is_the_same_solution_whatever_its_chunk():
     assert error(run(presets.mesa(), "chunked", model.params, inputs)[0], expected) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_mesa_in_several_tiles_of_a_chunk():
     """Values and gradients; the second chunk is not full, and a token in its first tile forgets all before it."""
     model, generator = MODELS["mesa"], np.random.default_rng(7)

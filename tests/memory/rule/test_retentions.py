@@ -91,6 +91,7 @@ def expect(gate, params, inputs, chunk_size):
     )
 
 
+@pytest.mark.slow_but_for("elastic_net")
 @each_gate
 def test_the_gate_alone_token_by_token(name):
     """chunk_size 1: the rule of Miras on the weights themselves where one is printed, on what is carried elsewhere."""
@@ -106,6 +107,7 @@ def test_the_gate_alone_token_by_token(name):
         assert error(reads, published) <= TOLERANCE
 
 
+@pytest.mark.slow_but_for("lq-chunked", "f_divergence-exp-chunked")
 @pytest.mark.parametrize("form", ["associative", "chunked"])
 @each_gate
 def test_the_gate_in_chunks(name, form):
@@ -203,6 +205,7 @@ def steep(x):
     return jnp.exp(x + x**3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("g", [jnp.exp, jax.nn.softplus, squared_softplus, bounded, steep])
 @pytest.mark.parametrize("size", [0.01, 1.0, 20.0])
 def test_f_divergence_keeps_every_sum(g, size):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import Tokens
 from titans_jax.memory.gates import Gates
+from titans_jax.memory.rule.algorithms import Written
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise
 from titans_jax.ops.matmul import matmul, to_state_dtype
@@ -61,10 +62,8 @@ def inner_gradients(rule: MemoryRule, params: Params, anchor: Matrices, tokens: 
 
 def inner_loss(rule: MemoryRule, linear, params: Params, tokens: Tokens, at_read: jax.Array) -> jax.Array:
     """The losses [...] whose gradients are written, with the zeros `at_read` added to what the memory answers."""
-    keys = to_state_dtype(tokens.keys)
-    return rule.algorithm.inner_loss(
-        rule.architecture, rule.bias, linear, params, keys, tokens.values, tokens.bias_gate, at_read
-    )
+    written = Written(to_state_dtype(tokens.keys), tokens.values, tokens.bias_gate, at_read)
+    return rule.algorithm.inner_loss(rule.architecture, rule.bias, linear, params, written)
 
 
 def gradient_weights(rule: MemoryRule, anchor: Matrices, gate: Gates) -> Matrices:

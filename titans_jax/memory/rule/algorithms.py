@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,16 @@ from titans_jax.memory.rule.capabilities import forget
 
 Split = Callable[[int], tuple[Apply, ...]]
 """n -> n functions that apply fast matrix i, each with its share of the outputs."""
+
+
+class Written(NamedTuple):
+    """What tokens write, leaves [..., head_dim]: gate, the bias's own, [..., 1 or head_dim] or None; at_read, zeros
+    that are added to the read, so that the gradient with respect to them is the cotangent at the read."""
+
+    key: jax.Array
+    value: jax.Array
+    gate: jax.Array | None
+    at_read: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +83,10 @@ class Algorithm:
         bias: AttentionalBias,
         linear: Apply,
         params: Params,
-        key: jax.Array,
-        value: jax.Array,
-        gate: jax.Array | None,
-        at_read: jax.Array,
+        written: Written,
     ) -> jax.Array:
-        """The losses [...] whose gradient is written; at_read, zeros, is added to the read, so that the gradient with
-        respect to it is the cotangent at the read."""
+        """The losses [...] whose gradient is written."""
+        key, value, gate, at_read = written
         return bias(architecture.read(linear, params, key) + at_read, value, gate)
 
 
@@ -166,11 +173,9 @@ class LeastSquares(Algorithm):
         bias: AttentionalBias,
         linear: Apply,
         params: Params,
-        key: jax.Array,
-        value: jax.Array,
-        gate: jax.Array | None,
-        at_read: jax.Array,
+        written: Written,
     ) -> jax.Array:
+        key, value, _, at_read = written
         statistics = linear(0, key) + jnp.concatenate([at_read, jnp.zeros_like(at_read)], axis=-1)
         return -jnp.sum(statistics * jnp.concatenate([value, key], axis=-1), axis=-1)
 
