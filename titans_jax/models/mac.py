@@ -9,8 +9,8 @@ segments before left:
     m = read of the memory at q(z), after writing k(z), v(z)     token t reads its own write and none later
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
-The papers write y itself (`mac_write` "attention", z = y, the default), which is a mean over tokens and says poorly which
-one it is of; `mac_write` "residual" is the z above.
+The papers write y itself (`mac_write` "attention", z = y, the default), which is a mean over tokens and says poorly
+which one it is of; `mac_write` "residual" is the z above.
 
 Readings where the paper is open or would leak the future (memory/README.md, Readings): one h per token, seen causally;
 the last read is per token, with its own query q(z); only the segment's rows are written, not P or h; the gate is MAG's;

@@ -108,6 +108,13 @@ class Transposed:
     def shape(self):
         return self.array.shape[::-1]
 
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    def astype(self, dtype):
+        return Transposed(self.array.astype(dtype))
+
     def __mul__(self, scale):
         return Transposed(self.array * scale)
 
