@@ -250,6 +250,7 @@ def test_documents_are_read_as_if_alone(name, form):
 @pytest.mark.slow
 def test_every_preset_with_a_matrix_memory_takes_documents_anywhere():
     """Their chunk is one token, or, for Mesa, whatever is asked: its solution depends on no chunk."""
-    for name, make in presets.PRESETS.items():
-        assert make().learned_start or make().chunk_size == 1 or name == "mesa"
+    for name, preset in presets.PRESETS.items():
+        rule = preset.make()
+        assert rule.learned_start or rule.chunk_size == 1 or name == "mesa"
     assert dataclasses.replace(presets.mesa(), chunk_size=1).exact
