@@ -31,6 +31,7 @@ def test_attention_as_a_kernel_changes_nothing(monkeypatch):
     assert seen == [[size] * 5 + [3, 3] for size in (small.SEGMENT, 22 % small.SEGMENT)]
 
 
+@pytest.mark.slow
 def test_written_in_the_residual_stream():
     """Reading in pieces equals reading at once, and no token changes what is before it."""
     with jax.enable_x64(True):

@@ -33,7 +33,7 @@ def assert_same(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * abs(expected).max())
 
 
-@pytest.mark.slow_but_for("mac", "mal")
+@pytest.mark.slow_but_for("lmm", "window")
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_prompt_then_tokens_equals_the_whole(kind):
     """Prompts that end before, on and after the borders of chunk, window and segment, in float64."""

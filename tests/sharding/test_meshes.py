@@ -2,6 +2,8 @@
 optimizer's state lies. One process with eight devices for all, because their number is fixed when JAX starts.
 """
 
+import pytest
+
 from tests import child
 
 PROGRAM = """
@@ -60,5 +62,6 @@ check(runs["offload"], runs["full"])
 """
 
 
+@pytest.mark.slow
 def test_meshes_and_remat_policies_agree():
     child.run(PROGRAM)

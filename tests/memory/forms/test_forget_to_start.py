@@ -58,6 +58,7 @@ def test_the_linear_memory_token_by_token():
         np.testing.assert_allclose(state.weights[0], weights - start, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow_but_for("titans-chunked", "linear-chunked")
 @pytest.mark.parametrize("form", ["associative", "chunked"])
 @pytest.mark.parametrize("name", RULES)
 def test_forms_agree_in_value_and_gradient(name, form):

@@ -25,7 +25,9 @@ def library(name, form, **changes):
 
 
 def test_every_preset_has_an_oracle():
-    assert set(presets.PRESETS) == set(MODELS) - {"kimi_delta_attention"}
+    """Every one of the package; other tests may have registered more."""
+    made = {preset.make.__name__ for preset in presets.PRESETS.values() if preset.make.__module__ == presets.__name__}
+    assert made == set(MODELS) - {"kimi_delta_attention"}
 
 
 @pytest.mark.slow_but_for(
