@@ -144,7 +144,8 @@ class Report:
             "flops": self.flops,
             "collectives": [dataclasses.asdict(collective) for collective in self.collectives],
             "network_seconds": self.network_seconds,
-            "kernels": dataclasses.asdict(self.kernels),
+            # Python 3.11's asdict makes a Counter of a Counter's pairs.
+            "kernels": vars(self.kernels) | {"cycles": dict(self.kernels.cycles)},
             "estimate": {
                 "cycles": self.cycles.total(),
                 "cycles_by_source": dict(self.cycles.most_common()),
