@@ -131,9 +131,7 @@ def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Ar
 
 
 def close(rule: MemoryRule, params: Params, carried: Matrices, anchor: Matrices) -> Matrices:
-    """What is carried on after a chunk, by `Retention.close`."""
-    if rule.retention.linear:
-        return carried
+    """What is carried on after a chunk, by `Retention.close`, which a linear retention does not need."""
     closed = rule.retention.close(since_zero(rule, params, carried), since_zero(rule, params, anchor), params)
     if not rule.forget_to_start:
         return closed
