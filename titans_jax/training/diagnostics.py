@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from titans_jax.config import ModelConfig, gate_choices
+from titans_jax.config import ModelConfig, gate_choices, step_size_bound
 
 
 def warnings(diagnostics: dict[str, np.ndarray], model: ModelConfig) -> list[str]:
@@ -14,7 +14,7 @@ def warnings(diagnostics: dict[str, np.ndarray], model: ModelConfig) -> list[str
     """
     found = []
     bounded = gate_choices(model.memory).bounded
-    bound = model.memory.max_step_size / model.head_dim if bounded else float("nan")  # nothing compares with NaN
+    bound = step_size_bound(model) if bounded else float("nan")  # nothing compares with NaN
     checks = (
         ("retention", lambda x: x < 0.1, "is dead: it keeps {:.3g} of itself per token"),
         ("step_size", lambda x: x < 1e-3 * bound, "is dead: its mean step size is {:.3g}"),
