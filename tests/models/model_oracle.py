@@ -77,7 +77,7 @@ class Model:
 
     def mac(self, p, x):
         """Token by token over segments; everything before a token's own row is already final."""
-        segment, prefix, stream = self.config.segment, self.persistent(p), x
+        segment, prefix = self.config.segment, self.persistent(p)
         x = rms_norm(x, p["norm", "scale"])
         queries = self.features(p, "query", x, None)
         states, zs, out = self.start(p), np.zeros((0, self.config.dim)), []
@@ -92,7 +92,7 @@ class Model:
             y = self.attend(p, x[t : t + 1], [t - first], rows, positions, prefix)
             z = y
             if self.config.mac_write == "residual":
-                z = rms_norm(stream[t] + y, p["write_norm", "scale"])
+                z = rms_norm(x[t] + y, p["write_norm", "scale"])
             zs = np.concatenate([zs, z])
             reads, states = self.write(p, zs, slice(t, t + 1), states)
             out.append(self.merge(p, y, self.leave(p, z, reads))[0])

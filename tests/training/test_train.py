@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from tests.training.tiny import MODEL, tiny_config
-from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_dict
+from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_dict, step_size_bound
 from titans_jax.data import DataError
 from titans_jax.training import load_run, train
 from titans_jax.training.checkpoint import CheckpointError
@@ -197,7 +197,7 @@ def test_a_model_with_memory_reports_on_it(tmp_path):
     assert line["step"] == 6
     for name in ("retention", "momentum", "step_size", "inner_loss", "weight_norm"):
         assert len(line[name]) == 1 and np.isfinite(line[name][0])
-    assert 0 < line["retention"][0] < 1 and 0 < line["step_size"][0] < model.memory.max_step_size / model.head_dim
+    assert 0 < line["retention"][0] < 1 and 0 < line["step_size"][0] < step_size_bound(model)
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:

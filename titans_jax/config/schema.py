@@ -98,8 +98,8 @@ class ModelConfig:
     segment: int = 512
     """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
     mac_write: Literal["residual", "attention"] = "residual"
-    """What MAC's memory is given: norm(stream + attention's output), which tells tokens apart; or attention's output
-    (the papers' letter)."""
+    """What MAC's memory is given: norm(x + attention's output), x the attention's input, which tells tokens apart; or
+    attention's output alone (the papers' letter)."""
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16
