@@ -60,7 +60,7 @@ class LengthStudy(Study):
 
     def cells(self, options: LengthOptions) -> list[Cell]:
         """See `Study`."""
-        at_least_one(options, "head_dim", "dim", "depth", "segment")
+        at_least_one(options, "blocks", "head_dim", "dim", "depth", "segment")
         if not options.presets + options.reference:
             raise ConfigError("presets and reference are empty; name at least one memory")
         if options.language.positions == 0:

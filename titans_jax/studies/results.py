@@ -43,10 +43,11 @@ class ResultsFile:
         for line in file.read_text().splitlines() if file.exists() else []:
             try:
                 fields = json.loads(line)
-                self._results[_key(fields.pop("cell"))] = Result(**fields)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except ValueError:
                 continue
             lines.append(line + "\n")
+            identity = fields.pop("cell")
+            self._results[_key(identity)] = Result(**fields)
         rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
         rewritten.write_text("".join(lines))
         rewritten.replace(file)

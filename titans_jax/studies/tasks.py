@@ -303,7 +303,9 @@ def _corpus(config: DataConfig, split: data.Split) -> data.Corpus:
     Raises:
       DataError: there is no text.
     """
-    corpus = data.tokenize(data.open_documents(config, split), data.load_tokenizer(config.tokenizer))
+    corpus = data.tokenize(
+        data.open_documents(config, split), data.load_tokenizer(config.tokenizer), show_progress=False
+    )
     if not corpus.num_bytes:
         raise data.DataError(f"the {split} documents of {data.describe_source(config)} hold no text: give more of it")
     return corpus
