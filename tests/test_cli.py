@@ -94,7 +94,7 @@ def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys,
         (["evaluate", "--batches", "2"], 2, "titans evaluate needs RUN; see titans evaluate --help"),
         (["evaluate", "/nowhere", "perplexity", "--batches", "few"], 2, "batches is 'few'; use a whole number or None"),
         (["bench", "speed"], 2, "there is no benchmark 'speed'; use titans bench memory, train or schedule"),
-        (["study", "recal"], 2, "NAME is 'recal'; use recall, step_size"),
+        (["study", "recal"], 2, "NAME is 'recal'; use ablation, length, recall or step_size; did you mean recall?"),
         (["models", "all"], 2, "titans models takes no arguments, not all"),
     ],
 )
