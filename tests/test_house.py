@@ -33,6 +33,7 @@ FLOORS = (
     ("training", "inference", "evaluation"),
     ("tpu",),
     ("bench",),
+    ("studies",),
     ("commands", "cli"),
 )
 # What the numerics do without, so that they can be used without it.

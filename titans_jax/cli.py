@@ -1,4 +1,4 @@
-"""The command line: titans train | generate | evaluate | compile | data | models | configs | bench.
+"""The command line: titans train | generate | evaluate | compile | data | models | configs | bench | study.
 
 The commands are in `titans_jax.commands`, which `titans --help` answers without. A mistake that a person can solve ends
 in one sentence and exit code 2, a run that cannot go on in one sentence and exit code 1; neither in a traceback.
@@ -20,7 +20,7 @@ USAGE = """usage: titans COMMAND ...
   configs                            the configurations that come with the package
   bench memory | train [...]         speed and memory of the memory core, and of a training step
   bench schedule [...]               cycles that the TPU compiler schedules for the fused kernel; needs no TPU
-  bench recall [...]                 how many facts each kind of memory keeps, against the size of its state
+  study NAME [--quick ...]           train the small models that a table compares, and draw it: recall, step_size, ...
 
 CONFIG is a Python file or the name of a configuration that comes with the package (quickstart, mac_170m, ...); of a
 file with several, FILE.py:NAME.

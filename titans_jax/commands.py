@@ -226,11 +226,11 @@ def configs(arguments: list[str]) -> None:
     Console().print(table)
 
 
-BENCHMARKS = ("memory", "train", "schedule", "recall")
+BENCHMARKS = ("memory", "train", "schedule")
 
 
 def bench(arguments: list[str]) -> None:
-    """titans bench memory | train | schedule | recall [...]"""
+    """titans bench memory | train | schedule [...]"""
     name, *rest = arguments or [""]
     if name not in BENCHMARKS:
         *others, last = BENCHMARKS
@@ -239,9 +239,25 @@ def bench(arguments: list[str]) -> None:
     benchmark.main(parse(f"titans bench {name}", benchmark.Options, rest))
 
 
+def study(arguments: list[str]) -> None:
+    """titans study NAME [--quick ...]"""
+    name, *rest = arguments or ["--help"]
+    from titans_jax.studies import STUDIES, run
+
+    if name in ("--help", "-h"):
+        width = max(map(len, STUDIES))
+        listed = "\n".join(f"  {name:{width}}  {study.__doc__.splitlines()[0]}" for name, study in STUDIES.items())
+        print(f"usage: titans study NAME [--quick] [--field value ...]\n\n{listed}\n\nNAME may be a file that "
+              "registers a study, FILE.py or FILE.py:NAME.")  # fmt: skip
+        return
+    plan = run.make_plan(name, rest)
+    _cache_compilations()
+    run.run(plan)
+
+
 COMMANDS = {
     "train": train, "generate": generate, "evaluate": evaluate, "compile": compile_, "data": data, "models": models,
-    "configs": configs, "bench": bench,
+    "configs": configs, "bench": bench, "study": study,
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,16 +40,28 @@ def _fields(row: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def figure(file: Path, width: float = 6, height: float = 4, dpi: int = 150) -> Iterator["Axes"]:
+def figure(file: Path, width: float = 6, height: float = 4, dpi: int = 150, note: str = "") -> Iterator["Axes"]:
     """Axes of a new figure of width x height inches, which the end of the `with` block saves as the PNG `file`.
 
-    The figure itself is `axes.figure`. Makes the folder.
+    The figure itself is `axes.figure`. Makes the folder. note: a line under the figure, and in the file's description.
     """
+    with panels(file, 1, width, height, dpi, note) as (axes,):
+        yield axes
+
+
+@contextlib.contextmanager
+def panels(
+    file: Path, count: int, width: float = 6, height: float = 4, dpi: int = 150, note: str = "", columns: int = 4
+) -> Iterator[list["Axes"]]:
+    """As `figure`, with `count` axes beside each other, at most `columns` in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(drawn)  # no pyplot: it would keep the figure, and choose a backend for the whole process
-    yield drawn.add_subplot()
+    across = min(count, columns)
+    yield [drawn.add_subplot(-(-count // across), across, number + 1) for number in range(count)]
+    if note:
+        drawn.supxlabel(textwrap.fill(note, int(20 * width)), fontsize="xx-small", color="gray")
     file.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(file, dpi=dpi)
+    drawn.savefig(file, dpi=dpi, metadata={"Description": note} if note else None)

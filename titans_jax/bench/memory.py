@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax import memory, plots, sharding
-from titans_jax.bench.timing import matmul_peak, median_seconds, spread
+from titans_jax.bench.timing import matmul_peak, median_seconds
 from titans_jax.config import MemoryConfig, ModelConfig, gate_choices, memory_rule
 from titans_jax.memory.rule.gate_choices import GateChoices
 from titans_jax.memory.rule.presets import PRESETS
@@ -135,7 +135,7 @@ def measure(case: Options, peak: float) -> Measurement:
     rule = memory_rule(model.memory)
     sizes = (case.batch, case.num_heads, case.time, case.head_dim)
     params, *rows = random_inputs(rule, gate_choices(model.memory), *sizes)
-    rows, params = spread(rows, params)
+    rows, params = sharding.spread(rows, params)
     compiled = jax.jit(gradient_of_everything(rule, case.form)).lower(params, *rows).compile()
     seconds = median_seconds(lambda: compiled(params, *rows), case.repeats)
     rate = case.batch * case.time / seconds

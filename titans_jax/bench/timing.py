@@ -3,13 +3,9 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-
-from titans_jax import sharding
 
 
 def matmul_peak(dtype: str = "float32", size: int = 2048) -> float:
@@ -29,10 +25,3 @@ def _seconds(run: Callable[[], jax.Array]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
-
-
-def spread(rows: Any, rest: Any) -> tuple[Any, Any]:
-    """`rows` (leaves [batch, ...]) shared out over all devices, `rest` on every one of them."""
-    mesh = sharding.make_mesh()
-    place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))  # noqa: E731
-    return place(rows, PartitionSpec(sharding.BATCH)), place(rest, PartitionSpec())

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titans_jax import sharding
-from titans_jax.bench.timing import matmul_peak, median_seconds, spread
+from titans_jax.bench.timing import matmul_peak, median_seconds
 from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.config.validate import validate
 from titans_jax.inference import decode_step, prefill
@@ -78,7 +78,7 @@ def time_training(graphdef: nnx.GraphDef, params: Any, options: Options) -> tupl
     shape = (options.batch_size, options.sequence_length)
     tokens = np.random.default_rng(0).integers(0, options.model.vocab_size, shape).astype(np.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones(shape, np.int32)}
-    batch, state = spread(batch, state)
+    batch, state = sharding.spread(batch, state)
     step = make_train_step(graphdef, optimizer, accumulation=1).lower(state, batch).compile()
 
     def run() -> jax.Array:

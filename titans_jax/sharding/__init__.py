@@ -16,7 +16,7 @@ import jax
 from flax import nnx
 from jax.experimental import mesh_utils
 from jax.nn.initializers import Initializer
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AXES = ("slice", "data", "fsdp", "tensor")
 """slice: copies of the model on slices that only the data center's network joins; data: copies inside a slice; fsdp:
@@ -89,6 +89,13 @@ def use_mesh(mesh: jax.sharding.Mesh) -> Iterator[None]:
     """Make `logical` and `constrain` annotate for this mesh inside the `with` block."""
     with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
         yield
+
+
+def spread(rows: Any, rest: Any) -> tuple[Any, Any]:
+    """`rows` (leaves [batch, ...]) shared out over all devices, `rest` on every one of them."""
+    mesh = make_mesh()
+    place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))  # noqa: E731
+    return place(rows, PartitionSpec(BATCH)), place(rest, PartitionSpec())
 
 
 def logical(init: Initializer, *axes: str | None) -> Initializer:

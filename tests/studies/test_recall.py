@@ -1,0 +1,196 @@
+"""`titans study recall` from the command line to its files, on models too small to learn much."""
+
+import csv
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from tiny_studies import RECALL_OPTIONS
+
+from titans_jax import cli, sharding
+from titans_jax.config import ConfigError
+from titans_jax.data.recall import RecallTask, recall_sequences
+from titans_jax.studies import models, recall, run
+from titans_jax.studies.recall import RecallOptions, RecallStudy
+from titans_jax.studies.results import Result
+from titans_jax.studies.table import make_rows
+from titans_jax.studies.tasks import make_recall_step
+from titans_jax.training.run import count_params, init_model
+
+TINY = RecallOptions(
+    presets=("titans",), head_dims=(4,), num_pairs=(2,), sequence_lengths=(8,), vocab_size=8, dim=8, depth=1, steps=3,
+    attention_steps=4, batch_size=4, seeds=2, test_sequences=8, equal_parameters=False,
+)  # fmt: skip
+
+
+def kinds(options):
+    return {tuple(labels.values()): model for labels, model in recall.kinds(options)}
+
+
+def read(folder, name="recall.csv"):
+    with open(folder / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_from_the_command_line_to_the_files(tmp_path, capsys):
+    arguments = [*RECALL_OPTIONS, "--seeds", "2", "--output", str(tmp_path / "out")]
+    assert cli.main(["study", "recall", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "chance is 0.50" in printed and "accuracy" in printed
+    row, baseline = read(tmp_path / "out")
+    command = f"titans study recall {' '.join(arguments)}"
+    assert row["command"] == baseline["command"] == command
+    assert row["preset"] == "attention" and row["models"] == "2" and row["tokens"] == str(2 * 4 * 8)
+    assert baseline["preset"] == "baseline: one of 2 values at random" and baseline["accuracy"] == "0.5"
+    saved = json.loads((tmp_path / "out" / "recall.json").read_text())
+    assert saved["command"] == command and saved["options"]["vocab_size"] == 8
+    accuracies = []
+    for seed, model in enumerate(saved["models"], 1):
+        accuracies.append(model["numbers"]["accuracy"])
+        assert model["seed"] == seed and model["status"] == "finite"
+        assert accuracies[-1] * 16 == round(accuracies[-1] * 16)  # of 8 sequences, 2 queries each
+        assert 0 < model["numbers"]["recall_loss"] < 2 * math.log(8)
+    assert float(row["accuracy"]) == pytest.approx(np.mean(accuracies))
+    assert float(row["accuracy_sd"]) == pytest.approx(np.std(accuracies, ddof=1))
+    png = (tmp_path / "out" / "recall.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and command.encode() in png
+
+
+def test_one_model_per_preset_block_and_head_dim_and_one_attention():
+    options = dataclasses.replace(
+        TINY, presets=("titans", "attention", "titans"), head_dims=(8, 4, 8), blocks=("lmm", "mac")
+    )
+    found = kinds(options)
+    assert list(found) == [
+        ("titans", "lmm", 8, 0.1), ("titans", "lmm", 4, 0.1), ("attention", "", 8, None),
+        ("titans", "mac", 8, 0.1), ("titans", "mac", 4, 0.1),
+    ]  # fmt: skip
+    assert all(model.num_heads * model.head_dim == 8 for model in found.values())
+    assert [model.pattern for model in found.values()] == [("lmm",), ("lmm",), ("attention",), ("mac",), ("mac",)]
+    assert all(model.segment == model.window == 8 for model in found.values())
+
+
+def test_step_sizes_are_tried_where_there_are_any():
+    found = kinds(dataclasses.replace(TINY, presets=("titans", "deltanet"), max_step_sizes=(0.25, 1.0)))
+    assert list(found) == [("titans", "lmm", 4, 0.25), ("titans", "lmm", 4, 1.0), ("deltanet", "lmm", 4, None)]
+    assert [model.memory.max_step_size for model in found.values()][:2] == [0.25, 1.0]
+
+
+def test_all_models_have_as_many_parameters_as_the_largest():
+    options = dataclasses.replace(TINY, dim=32, presets=("titans", "deltanet", "attention"), equal_parameters=True)
+    counts = [count_params(cell.model) for cell in RecallStudy().cells(options)]
+    plain = [count_params(model) for model in kinds(options).values()]
+    one = 3 * 32  # a unit of one feed-forward layer
+    assert max(counts) - max(count for count in counts if count <= max(counts)) == 0
+    assert max(counts) - min(counts) <= one < max(plain) - min(plain)
+
+
+def test_the_hard_sweep():
+    study = RecallStudy()
+    options = study.defaults(RecallOptions(hard=True))
+    assert [(task.length, task.num_pairs) for task in recall.tasks(options)] == [(64, 4), (128, 8), (256, 16)]
+    assert options.vocab_size == 8192 and options.presets == RecallOptions().presets
+    assert len(study.cells(study.defaults(RecallOptions(hard=True, quick=True)))) == 4 * 2
+
+
+def rows_of(*measured):
+    cells = RecallStudy().cells(dataclasses.replace(TINY, seeds=1))
+    done = []
+    for preset, size, floats, accuracy in measured:
+        labels = {"preset": preset, "block": "lmm", "head_dim": 4, "max_step_size": size, "pairs": 2, "length": 8}
+        numbers = {"accuracy": accuracy, "recall_loss": 1.0}
+        done.append((dataclasses.replace(cells[0], labels=labels), Result("finite", 10, floats, 5, 0.1, "", numbers)))
+    return make_rows(done)
+
+
+def test_the_plot_shows_the_most_accurate_step_size(tmp_path):
+    rows = rows_of(("titans", 0.1, 100, 0.3), ("titans", 1.0, 100, 0.4), ("titans", 1.0, 100, 0.8),
+                   ("titans", 2.0, 50, 0.1), ("attention", None, 7, 0.5))  # fmt: skip
+    _, better, wider, other = rows
+    assert recall.lines(rows) == {"titans": [wider, better], "attention": [other]}
+    RecallStudy().draw(TINY, rows, tmp_path / "recall.png", "a note")
+    assert (tmp_path / "recall.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_state_floats_by_hand():
+    """Two matrices of head_dim x expansion head_dim, each as weights, momentum and anchor, for every head."""
+    found = kinds(dataclasses.replace(TINY, presets=("titans", "attention"), depth=2))
+    assert models.state_floats(found["titans", "lmm", 4, 0.1], 8) == 2 * 3 * 2 * (4 * 8)
+    assert models.state_floats(found["attention", "", 4, None], 8) == 2 * 8 * 8  # keys, values of 8 tokens, width 8
+
+
+def test_a_matrix_memory_of_single_token_chunks_counts_once():
+    """Its anchor is its weights."""
+    (model,) = kinds(dataclasses.replace(TINY, presets=("deltanet",))).values()
+    assert models.state_floats(model, 8) == 2 * 4 * 4
+
+
+def test_a_value_at_random_is_right_once_in_num_pairs():
+    """The level drawn as chance: always the value shown first."""
+    task = RecallTask(num_pairs=4, sequence_length=32, vocab_size=32)
+    sequences = recall_sequences(task, 100, seed=0)
+    targets = sequences["targets"]
+    assert np.sum(targets == sequences["tokens"][:, 1:2]) / np.sum(targets != -1) == 1 / task.num_pairs
+
+
+def test_training_sequences_differ_between_seeds_steps_and_from_those_asked():
+    (task,) = recall.tasks(dataclasses.replace(TINY, steps=300, num_pairs=(4,), sequence_lengths=(32,), vocab_size=64))
+    batches = {seed: [batch["tokens"] for batch in task.batches(seed)] for seed in (1, 2)}
+    assert [len(one) for one in batches.values()] == [300, 300]
+    asked = recall_sequences(task.sequences, task.test_sequences, 0)["tokens"]
+    rows = np.concatenate([*batches[1], *batches[2], asked])
+    assert len(np.unique(rows, axis=0)) == len(rows)
+
+
+def test_what_is_counted_as_right():
+    """Against the logits, query by query."""
+    (task,), (model,) = recall.tasks(TINY), kinds(dataclasses.replace(TINY, presets=("attention",))).values()
+    graphdef, params = init_model(task.fit_to(model), seed=0)
+    sequences = recall_sequences(task.sequences, 8, seed=0)
+    batch = sequences | {"segment_ids": None}
+    nats, right, queries = make_recall_step(graphdef)(params, sharding.spread(batch, None)[0])
+    logits = np.asarray(recall_logits(graphdef, params, sequences), np.float64)
+    asked = [(b, t) for b in range(8) for t in range(8) if sequences["targets"][b, t] >= 0]
+    answers = [int(sequences["targets"][place]) for place in asked]
+    logits = [logits[place] for place in asked]
+    assert queries == len(asked) == 16
+    assert right == sum(row.argmax() == answer for row, answer in zip(logits, answers, strict=True))
+    expected = sum(np.log(np.exp(row).sum()) - row[answer] for row, answer in zip(logits, answers, strict=True))
+    assert float(nats) == pytest.approx(expected, rel=1e-5)
+
+
+def recall_logits(graphdef, params, sequences):
+    from flax import nnx
+
+    return nnx.merge(graphdef, params)(sequences["tokens"])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--presets titanz", "there is no preset 'titanz' in presets; did you mean titans?"),
+        ("--presets atention", "there is no preset 'atention' in presets; did you mean attention?"),
+        ("--presets titans qqqq", "there is no preset 'qqqq' in presets; use retnet, "),
+        ("--blocks window", "blocks has 'window'; use lmm, mac, mag or mal"),
+        ("--head_dims 8 24", "head_dims has 24; use divisors of dim 64"),
+        ("--seeds 0", "seeds is 0; use at least 1"),
+        ("--test_sequences 20", "test_sequences is 20; use a multiple of batch_size 16, such as 32"),
+        ("--sequence_lengths 12", "sequence_length is 12; use at least 16"),
+        ("--num_pairs 4 8", "sequence_lengths has 1 and num_pairs 2 entries; use one of each for every task"),
+        ("--learning_rate 0", "optimizer.learning_rate is 0.0; use a positive number"),
+        ("--quick maybe", "quick is 'maybe'; use True or False"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.setattr(run, "run_cell", None)  # nothing is compiled
+    assert cli.main(["study", "recall", *arguments.split(), "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_preset_at_all_is_refused():
+    with pytest.raises(ConfigError, match="presets is empty; name at least one"):
+        RecallStudy().cells(dataclasses.replace(TINY, presets=()))

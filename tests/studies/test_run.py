@@ -1,0 +1,191 @@
+"""What a study does with its cells: it keeps what is finished, goes on after a kill, and hides no failure."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from tiny_studies import RECALL, RECALL_OPTIONS
+
+from titans_jax import cli
+from titans_jax.studies import STUDIES, Cell, run
+from titans_jax.studies.models import small_model
+from titans_jax.studies.results import Result, ResultsFile, finite_numbers
+from titans_jax.studies.table import make_rows, spread
+
+MODEL = RECALL.fit_to(small_model("attention", "lmm", 8, 1, 4, STUDIES["recall"].options().memory))
+
+
+def cell(seed=1, **labels):
+    return Cell({"kind": "a"} | labels, MODEL, RECALL, seed)
+
+
+def finite(accuracy):
+    return Result("finite", 10, 20, 30, 0.5, "", {"accuracy": accuracy})
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_study_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Killed in its third model, and while it wrote a line; the others' numbers are those of a run without a kill."""
+    command = ["study", "recall", *RECALL_OPTIONS, "--seeds", "3", "--output"]
+    ran, run_cell = [], run.run_cell
+
+    def counted(cell, after_step):
+        ran.append(cell.seed)
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return run_cell(cell, after_step)
+
+    monkeypatch.setattr(run, "run_cell", counted)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main([*command, str(tmp_path / "killed")])
+    assert [line["cell"]["seed"] for line in lines(tmp_path / "killed")] == [1, 2]
+    assert not (tmp_path / "killed" / "recall.csv").exists()
+    with (tmp_path / "killed" / "results.jsonl").open("a") as out:
+        out.write('{"cell": {"model"')
+    assert cli.main([*command, str(tmp_path / "killed")]) == 0
+    assert ran == [1, 2, 3, 3]
+    assert cli.main([*command, str(tmp_path / "killed")]) == 0
+    assert ran == [1, 2, 3, 3]  # all are there
+
+    monkeypatch.setattr(run, "run_cell", run_cell)
+    assert cli.main([*command, str(tmp_path / "whole")]) == 0
+    one, other = ([line["numbers"] for line in lines(tmp_path / name)] for name in ("killed", "whole"))
+    assert len(one) == 3 and one == other
+
+
+def test_a_cell_is_identified_by_its_whole_configuration(tmp_path):
+    file = ResultsFile(tmp_path / "results.jsonl")
+    file.add(cell(), finite(0.5))
+    file = ResultsFile(tmp_path / "results.jsonl")
+    assert file.finished(cell()) and file.get(cell()) == finite(0.5)
+    assert file.finished(cell(kind="b"))  # a row of another name
+    assert not file.finished(cell(seed=2))
+    for other in (
+        dataclasses.replace(cell(), model=dataclasses.replace(MODEL, norm_eps=1e-5)),
+        dataclasses.replace(cell(), task=dataclasses.replace(RECALL, steps=3)),
+        dataclasses.replace(cell(), task=dataclasses.replace(RECALL, learning_rate=1e-4)),
+    ):
+        assert not file.finished(other)
+
+
+def test_a_model_that_two_rows_share_is_trained_once(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(run, "run_cell", lambda cell, after_step: ran.append(cell) or finite(0.5))
+    plan = run.make_plan("recall", [*RECALL_OPTIONS, "--seeds", "1", "--output", str(tmp_path)])
+    (one,) = plan.cells
+    plan = dataclasses.replace(plan, cells=[one, dataclasses.replace(one, labels=one.labels | {"preset": "again"})])
+    run.run(plan)
+    assert len(ran) == 1 and len(lines(tmp_path)) == 1
+    assert len(json.loads((tmp_path / "recall.json").read_text())["rows"]) == 2
+
+
+def test_a_model_that_fails_is_recorded_and_tried_again(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile running")
+
+    command = ["study", "recall", *RECALL_OPTIONS, "--seeds", "1", "--output", str(tmp_path)]
+    monkeypatch.setattr(run, "fit", broken)
+    assert cli.main(command) == 1
+    printed = capsys.readouterr()
+    assert "1 of 1 models of recall failed" in printed.err and "1 of 1 failed" in " ".join(printed.out.split())
+    (line,) = lines(tmp_path)
+    assert line["status"] == "failed" and line["numbers"] is None
+    assert line["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory while running"
+    assert (tmp_path / "recall.png").exists()
+    monkeypatch.undo()
+    assert cli.main(command) == 0
+    assert [line["status"] for line in lines(tmp_path)] == ["failed", "finite"]
+
+
+def test_a_model_that_is_not_finite_is_recorded(monkeypatch):
+    monkeypatch.setattr(
+        type(RECALL), "measure", lambda *_: {"accuracy": 0.0, "recall_loss": math.nan, "c": [1.0, math.inf]}
+    )
+    result = run.run_cell(cell())
+    assert result.status == "not finite"
+    assert result.numbers == {"accuracy": 0.0, "recall_loss": None, "c": [1.0, None]}
+    (row,) = make_rows([(cell(), dataclasses.replace(result, numbers={})), (cell(2), finite(0.5))])
+    assert row.broken == "1 of 2 not finite"
+    assert finite_numbers({"a": 1.0}) == ({"a": 1.0}, True)
+
+
+def test_mean_and_standard_deviation_over_seeds():
+    values = [0.25, 0.5, 0.9]
+    (row,) = make_rows([(cell(seed), finite(value)) for seed, value in enumerate(values)])
+    found = row.spread("accuracy")
+    assert found.mean == pytest.approx(np.mean(values), rel=1e-12)
+    assert found.sd == pytest.approx(np.std(values, ddof=1), rel=1e-12)
+    assert (found.least, found.most, found.count) == (0.25, 0.9, 3)
+    assert (row.parameters, row.state_floats, row.tokens, row.models) == ([10], [20], [30], 3)
+    assert spread([0.5]) == (0.5, None, 0.5, 0.5, 1)
+    assert spread([None]) == (None, None, None, None, 0)
+
+
+def test_a_seed_that_failed_keeps_its_place():
+    (row,) = make_rows([(cell(1), Result("failed", 10, 20)), (cell(2), finite(0.5))])
+    assert row.numbers == {"accuracy": [None, 0.5]} and row.failed == 1
+    assert row.spread("accuracy").mean == 0.5
+
+
+def test_curves_are_spread_entry_by_entry():
+    numbers = [{"curve": [1.0, 2.0]}, {"curve": [3.0, None]}]
+    results = [dataclasses.replace(finite(0), numbers=one) for one in numbers]
+    (row,) = make_rows([(cell(seed), result) for seed, result in enumerate(results)])
+    assert [s.mean for s in row.curve("curve")] == [2.0, 2.0]
+    assert [s.count for s in row.curve("curve")] == [2, 1]
+
+
+OWN = '''
+from titans_jax.studies import STUDIES, Cell, Column, Study, register_study
+from titans_jax.studies.models import small_model
+from tiny_studies import RECALL
+
+@register_study()
+class TwoWidths(Study):
+    """Two widths."""
+    def cells(self, options):
+        memory = STUDIES["recall"].options().memory
+        models = {dim: RECALL.fit_to(small_model("attention", "lmm", dim, 1, 4, memory)) for dim in (4, 8)}
+        return [Cell({"dim": dim}, model, RECALL, seed=1) for dim, model in models.items()]
+    def columns(self, options):
+        return [Column("accuracy", "accuracy")]
+    def draw(self, options, rows, file, note):
+        file.write_text(note)
+'''
+
+
+@pytest.fixture
+def own_studies():
+    """Forgets studies that a test registers."""
+    before = dict(STUDIES)
+    yield
+    for name in [name for name in STUDIES if name not in before]:
+        del STUDIES._parts[name]
+
+
+@pytest.mark.usefixtures("own_studies")
+def test_a_study_of_one_s_own(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    monkeypatch.setattr(run, "run_cell", lambda cell, after_step: finite(cell.model.dim / 16))
+    output = ["--output", str(tmp_path / "out")]
+    assert cli.main(["study", str(file), *output]) == 0
+    assert cli.main(["study", f"{file}:two_widths", *output]) == 0
+    saved = json.loads((tmp_path / "out" / "two_widths.json").read_text())
+    assert [(row["labels"], row["numbers"]["accuracy"]["mean"]) for row in saved["rows"]] == [
+        ({"dim": 4}, 0.25), ({"dim": 8}, 0.5)
+    ]  # fmt: skip
+    capsys.readouterr()
+    assert cli.main(["study", f"{file}:widths", *output]) == 2
+    assert "registers no such study" in capsys.readouterr().err
+
+
+def test_help_lists_the_studies(capsys):
+    assert cli.main(["study"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in STUDIES)

@@ -1,0 +1,179 @@
+"""The studies of the papers: what they train, what they refuse, and each from end to end on the tiniest of models."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_studies import LANGUAGE, RECALL
+
+from titans_jax import cli
+from titans_jax.config import memory_rule
+from titans_jax.memory.rule.presets import PRESETS
+from titans_jax.studies import STUDIES, run
+from titans_jax.studies.ablation import VARIANTS, AblationOptions, AblationStudy
+from titans_jax.studies.length import LengthOptions, LengthStudy
+from titans_jax.studies.models import bounded
+from titans_jax.studies.positions import bucket_ends, bucket_means, positions_loss
+from titans_jax.studies.step_size import StepSizeOptions, StepSizeStudy
+from titans_jax.training.run import init_model
+
+SMALL = {"dim": 8, "depth": 1, "seeds": 1}
+
+
+def finish(study, name, options, folder):
+    """Run a study with these options, past the command line."""
+    run.run(run.Plan(name, study, options, study.cells(options), folder, f"titans study {name}"))
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.slow
+def test_step_size_end_to_end(tmp_path):
+    options = StepSizeOptions(
+        presets=("ttt_linear",), head_dims=(4,), max_step_sizes=(0.5,), recall=RECALL,
+        language=dataclasses.replace(LANGUAGE, positions=0), **SMALL,
+    )  # fmt: skip
+    saved = finish(StepSizeStudy(), "step_size", options, tmp_path)
+    rows = [(row["labels"]["max_step_size"], row["labels"]["mark"]) for row in saved["rows"]]
+    assert rows == sorted([(0.5, ""), (options.memory.max_step_size, "default")])
+    for row in saved["rows"]:
+        assert 0 <= row["numbers"]["accuracy"]["mean"] <= 1 and 7 < row["numbers"]["bits_per_byte"]["mean"] < 10
+    assert len(saved["baselines"]) == 2 and 3 < saved["baselines"][1]["bits_per_byte"] < 6
+
+
+@pytest.mark.slow
+def test_ablation_end_to_end(tmp_path):
+    options = AblationOptions(
+        head_dim=4, variants=("without convolution",), recall=RECALL, language=LANGUAGE, num_persistent=2, **SMALL
+    )
+    saved = finish(AblationStudy(), "ablation", options, tmp_path)
+    full, without = (row["numbers"] for row in saved["rows"])
+    assert full["bits_per_byte_lost"]["mean"] == full["accuracy_lost"]["mean"] == 0
+    lost = without["bits_per_byte"]["mean"] - full["bits_per_byte"]["mean"]
+    assert without["bits_per_byte_lost"]["mean"] == pytest.approx(lost) and lost != 0
+    assert without["accuracy_lost"]["mean"] == pytest.approx(full["accuracy"]["mean"] - without["accuracy"]["mean"])
+
+
+@pytest.mark.slow
+def test_length_end_to_end(tmp_path):
+    options = LengthOptions(
+        blocks=("lmm",), presets=(), reference=("gated_deltanet",), head_dim=4, segment=16, language=LANGUAGE, **SMALL
+    )
+    (row,) = finish(LengthStudy(), "length", options, tmp_path)["rows"]
+    numbers = row["numbers"]
+    carried, fresh = ([bucket["mean"] for bucket in numbers[name]] for name in ("carried", "fresh"))
+    assert [bucket["mean"] for bucket in numbers["ends"]] == [16, 32, 64]
+    assert carried[0] == pytest.approx(fresh[0]) and carried[1] != fresh[1]
+    assert numbers["last_over_best"]["mean"] == pytest.approx(carried[-1] / min(carried))
+    assert numbers["last_over_fresh"]["mean"] == pytest.approx(carried[-1] / fresh[-1])
+
+
+@pytest.mark.slow
+def test_positions_carry_the_state_of_the_windows_before():
+    """Carried: one pass over the whole text. Emptied: each window as a text of its own."""
+    from flax import nnx
+    from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
+
+    (cell, *_) = LengthStudy().cells(LengthOptions(blocks=("lmm",), presets=(), head_dim=4, language=LANGUAGE, **SMALL))
+    graphdef, params = init_model(cell.model, 0)
+    draw = np.random.default_rng(0)
+    tokens, targets = (draw.integers(0, 256, (2, 12)).astype(np.int32) for _ in range(2))
+    targets[0, 5] = -1
+    whole = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))
+    expected = {
+        True: cross_entropy(whole(tokens), targets.clip(0)),
+        False: np.concatenate([cross_entropy(whole(tokens[:, i : i + 4]), targets[:, i : i + 4].clip(0))
+                               for i in (0, 4, 8)], axis=1),
+    }  # fmt: skip
+    for carry in (True, False):
+        found = positions_loss(graphdef, params, tokens, targets, 4, carry)
+        assert np.isnan(found[0, 5])
+        np.testing.assert_allclose(found, np.where(targets < 0, np.nan, expected[carry]), rtol=1e-5)
+
+
+def test_buckets_by_hand():
+    assert bucket_ends(512, 4096) == [512, 1024, 2048, 4096]
+    assert bucket_ends(16, 48) == [16, 32, 48]
+    losses = np.array([[1.0, 3.0, np.nan, np.nan], [2.0, np.nan, 5.0, 7.0]])
+    assert bucket_means(losses, [1, 2, 4]) == [1.5, 3.0, 6.0]
+    assert np.isnan(bucket_means(losses[:1], [2, 4])[1])
+
+
+def test_what_the_ablation_takes_away():
+    cells = AblationStudy().cells(AblationOptions(language=LANGUAGE, recall=RECALL, seeds=1))
+    models = {cell.labels["variant"]: cell.model for cell in cells if cell.task == RECALL}
+    assert list(models) == list(VARIANTS)
+    full = models["full"]
+    assert not memory_rule(models["without momentum"].memory).algorithm.has_momentum
+    assert models["without convolution"].conv_size == 1 and models["without persistent tokens"].num_persistent == 0
+    assert memory_rule(models["linear memory"].memory).architecture.linear
+    for depth in (1, 2, 3, 4):
+        assert len(memory_rule(models[f"depth {depth}"].memory).shapes(8)) == depth
+    assert [memory_rule(models[f"chunk {size}"].memory).chunk_size for size in (1, 4, 16, 64)] == [1, 4, 16, 64]
+    assert models["depth 2"] == models["chunk 16"] == full
+    assert len({*models.values()}) == len(models) - 2
+
+
+@pytest.mark.slow
+def test_without_forgetting_everything_is_kept():
+    (cell, *_) = AblationStudy().cells(
+        AblationOptions(variants=("without forgetting",), head_dim=4, language=LANGUAGE, recall=RECALL, **SMALL)
+    )[1:]
+    assert cell.labels["variant"] == "without forgetting"
+    from flax import nnx
+
+    graphdef, params = init_model(cell.model, 0)
+    model = nnx.merge(graphdef, params)
+    _, report = jax.jit(lambda tokens: model(tokens, return_diagnostics=True))(np.ones((1, 8), np.int32))
+    assert np.all(report["retention"] == 1)
+
+
+def test_every_preset_with_a_bound_is_tried():
+    cells = StepSizeStudy().cells(StepSizeOptions(recall=RECALL, tasks=("recall",), seeds=1))
+    names = {cell.labels["preset"] for cell in cells}
+    assert names == {name for name in PRESETS if bounded(name)} >= {"titans", "moneta", "yaad", "memora", "ttt_linear"}
+    default = StepSizeOptions().memory.max_step_size
+    assert all((cell.labels["max_step_size"] == default) == (cell.labels["mark"] == "default") for cell in cells)
+    assert sum(cell.labels["mark"] == "default" for cell in cells) == 2 * len(names)
+
+
+@pytest.mark.parametrize("name", ["step_size", "ablation", "length"])
+def test_the_quick_version_is_smaller(name):
+    study = STUDIES[name]()
+    default, quick = (study.defaults(study.options(quick=quick)) for quick in (False, True))
+    sizes = [sum(cell.task.steps for cell in study.cells(options)) for options in (default, quick)]
+    assert default.seeds == 3 and quick.quick and 10 * sizes[1] < sizes[0]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("step_size --presets deltanet", "presets has 'deltanet', whose step has no largest size; use "),
+        ("step_size --tasks recal", "tasks has 'recal'; use recall, language or both"),
+        ("step_size --block window", "blocks has 'window'; use lmm, mac, mag or mal"),
+        ("step_size --max_step_sizes 0 --tasks recall", "model.memory.max_step_size is 0"),
+        ("ablation --variants without", "variants has 'without'; use full, without momentum"),
+        ("ablation --language.data.packing documents", "data.packing is 'documents'; use stream"),
+        ("ablation --head_dim 24", "head_dim is 24; use a divisor of dim 128"),
+        ("length --language.positions 1000", "positions is 1000; use 0 or a multiple of data.sequence_length 512"),
+        ("length --language.positions 0", "language.positions is 0; use a multiple of"),
+        ("length --language.positions_rows 500", "positions_rows is 500; use 1 to "),
+        ("length --blocks", "blocks is empty; name at least one"),
+        ("length --language.data.source text --language.data.path /nowhere", "'/nowhere' does not exist"),
+        ("lenght", "NAME is 'lenght'; use ablation, length, recall or step_size; did you mean length?"),
+        ("nothing.py", "extensions names nothing.py, which is no file"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.setattr(run, "run_cell", None)  # nothing is compiled
+    name, *rest = arguments.split()
+    if name == "ablation":
+        rest = ["--variants", "full", *rest] if "--variants" not in rest else rest
+    if name == "length" and "--presets" not in rest:
+        rest = ["--presets", "titans", *rest]
+    assert cli.main(["study", name, *rest, "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

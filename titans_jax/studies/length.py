@@ -1,0 +1,121 @@
+"""`titans study length`: models trained on short rows, and their loss far beyond, with the state carried or emptied.
+
+A memory that is worth carrying has a loss that does not rise with the position (the last bucket over the best one is
+near 1), and that is below the loss with the state emptied before every row.
+"""
+
+import dataclasses
+import itertools
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titans_jax import plots
+from titans_jax.config import ConfigError, MemoryConfig
+from titans_jax.studies import models
+from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
+from titans_jax.studies.table import Row
+from titans_jax.studies.tasks import Language
+
+
+@dataclass(frozen=True)
+class LengthOptions(StudyOptions):
+    """Train small models on short rows of text, and measure their loss by position in long ones."""
+
+    blocks: tuple[str, ...] = ("lmm", "mac", "mag", "mal")
+    """Blocks that hold the memories."""
+    presets: tuple[str, ...] = ("titans", "moneta", "yaad", "memora", "ttt_mlp", "ttt_linear")
+    """Memories, each in every block."""
+    reference: tuple[str, ...] = ("gated_deltanet",)
+    """Memories in the block lmm alone, to compare with."""
+    head_dim: int = 32
+    """Width of a head."""
+    dim: int = 128
+    """Width of the residual stream."""
+    depth: int = 2
+    """Blocks."""
+    segment: int = 64
+    """Segment of mac, and window of mag and mal."""
+    equal_parameters: bool = True
+    """Widen the feed-forward layers until all models have as many parameters as the largest."""
+    memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(depth=2, expansion=2))
+    """The other fields of the memories."""
+    language: Language = field(default_factory=Language)
+    """Settings of the text."""
+
+
+@register_study("length")
+class LengthStudy(Study):
+    """Loss by position far beyond the training length, with the state carried and emptied."""
+
+    options = LengthOptions
+
+    def defaults(self, said: LengthOptions) -> LengthOptions:
+        """See `Study`."""
+        default = LengthOptions(quick=said.quick)
+        if not said.quick:
+            return default
+        text = Language(steps=100, batch_size=4, evaluation_batches=8, positions=8192, positions_rows=2)
+        return dataclasses.replace(default, seeds=1, dim=64, head_dim=16, presets=("titans",), language=text)
+
+    def cells(self, options: LengthOptions) -> list[Cell]:
+        """See `Study`."""
+        at_least_one(options, "blocks", "head_dim", "dim", "depth", "segment")
+        if not options.presets + options.reference:
+            raise ConfigError("presets and reference are empty; name at least one memory")
+        if options.language.positions == 0:
+            raise ConfigError("language.positions is 0; use a multiple of language.data.sequence_length, such as 32768")
+        models.check_presets(options.presets + options.reference)
+        models.check_blocks(options.blocks)
+        names = [*itertools.product(options.blocks, options.presets), *(("lmm", name) for name in options.reference)]
+        labels, built = [], []
+        for block, preset in dict.fromkeys(names):
+            model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
+            model = dataclasses.replace(model, segment=options.segment, window=options.segment)
+            labels.append({"block": block, "preset": preset})
+            built.append(options.language.fit_to(model))
+        if options.equal_parameters:
+            built = models.same_size(built)
+        return [*with_seeds(options, zip(labels, built, strict=True), options.language)]
+
+    def columns(self, options: LengthOptions) -> list[Column]:
+        """See `Study`."""
+        return [
+            Column("bits_per_byte", "bits per byte"), Column("last_over_best", "last over best"),
+            Column("last_over_fresh", "last over emptied"),
+        ]  # fmt: skip
+
+    def notes(self, options: LengthOptions) -> str:
+        """See `Study`."""
+        rows, last = options.language.sequence_length, options.language.positions
+        return (
+            f"trained on rows of {rows:,}, read to {last:,}: the carried loss of the last bucket of positions over "
+            f"that of the best, and over the loss with the state emptied every {rows:,}"
+        )
+
+    def draw(self, options: LengthOptions, rows: list[Row], file: Path, note: str) -> None:
+        """See `Study`: loss by position, a panel per block, carried as lines and emptied dashed."""
+        from matplotlib import colormaps
+
+        colors = colormaps["tab10"].colors
+        blocks = list(dict.fromkeys(row.labels["block"] for row in rows))
+        presets = list(dict.fromkeys(row.labels["preset"] for row in rows))
+        across = min(len(blocks), 4)
+        with plots.panels(file, len(blocks), 3 + 3.5 * across, 4.5 * -(-len(blocks) // 4), note=note) as panels:
+            for axes, block in zip(panels, blocks, strict=True):
+                for row in (row for row in rows if row.labels["block"] == block):
+                    if not row.curve("carried"):
+                        continue
+                    preset = row.labels["preset"]
+                    color, ends = colors[presets.index(preset) % 10], [value.mean for value in row.curve("ends")]
+                    carried, fresh = (
+                        [math.nan if value.mean is None else value.mean for value in row.curve(name)]
+                        for name in ("carried", "fresh")
+                    )
+                    sds = [value.sd or 0 for value in row.curve("carried")]
+                    axes.errorbar(ends, carried, sds, color=color, marker="o", markersize=4, capsize=3, label=preset)
+                    axes.plot(ends, fresh, color=color, linestyle="--", linewidth=1)
+                axes.set_xscale("log", base=2)
+                axes.set(title=block, xlabel="position (end of the bucket)")
+                axes.legend(fontsize="x-small")
+            panels[0].set_ylabel("loss, nats per token; dashed: state emptied")

@@ -1,0 +1,127 @@
+"""The small models of studies: how they are described, counted and made equally large."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, did_you_mean, gate_choices, memory_rule
+from titans_jax.layers.feed_forward import hidden_width
+from titans_jax.layers.neural_memory import MemoryLayerState
+from titans_jax.memory.rule.presets import PRESETS
+from titans_jax.models import BLOCKS, has_memory
+from titans_jax.training.run import abstract_model, count_params
+
+Made = TypeVar("Made")
+
+ATTENTION = "attention"
+"""What a table calls Transformer++, beside the presets of memories."""
+
+
+def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, memory: MemoryConfig) -> ModelConfig:
+    """`depth` blocks of width `dim` with this memory rule, float32, without persistent tokens.
+
+    memory: the other fields of the memory. Raises ConfigError where head_dim does not divide dim.
+    """
+    if head_dim < 1 or dim % head_dim:
+        raise ConfigError(f"head_dim is {head_dim}; use a divisor of dim {dim}")
+    return ModelConfig(
+        pattern=(ATTENTION,) if preset == ATTENTION else (block,),
+        dim=dim,
+        depth=depth,
+        num_heads=dim // head_dim,
+        head_dim=head_dim,
+        num_persistent=0,
+        dtype="float32",
+        remat="none",
+        memory=memory if preset == ATTENTION else dataclasses.replace(memory, preset=preset),
+    )
+
+
+def bounded(preset: str) -> bool:
+    """Whether a preset's inner step has the bound `MemoryConfig.max_step_size`."""
+    return preset != ATTENTION and gate_choices(MemoryConfig(preset=preset)).bounded
+
+
+def check_presets(names: Iterable[str], others: tuple[str, ...] = ()) -> None:
+    """Refuse a name that is none of the presets, nor one of `others`.
+
+    Raises:
+      ConfigError: names the nearest, or all.
+    """
+    every = (*PRESETS, *others)
+    for name in names:
+        if name not in every:
+            hint = did_you_mean(name, every) or f"; use {', '.join(every)}"
+            raise ConfigError(f"there is no preset {name!r} in presets{hint}")
+
+
+def check_blocks(names: Iterable[str]) -> None:
+    """Refuse a name that is no block with a memory.
+
+    Raises:
+      ConfigError: names all there are.
+    """
+    every = [name for name, block in BLOCKS.items() if block.has_memory]
+    for name in names:
+        if name not in every:
+            raise ConfigError(f"blocks has {name!r}; use {', '.join(every[:-1])} or {every[-1]}")
+
+
+def same_size(models: list[ModelConfig]) -> list[ModelConfig]:
+    """The models with as many parameters as the largest of them, as near as the width of their feed-forward gets.
+
+    Nothing else of them changes, so that what a memory has over another one is not its parameters.
+    """
+    counts = {model: count_params(model) for model in dict.fromkeys(models)}
+    target, sized = max(counts.values(), default=0), {}
+    for model, count in counts.items():
+        hidden = hidden_width(model)
+        explicit = dataclasses.replace(model, hidden_dim=hidden)
+        slope = count_params(dataclasses.replace(model, hidden_dim=hidden + 1)) - count_params(explicit)
+        more = round((target - count) / slope) if slope else 0
+        sized[model] = dataclasses.replace(model, hidden_dim=hidden + more) if more else model
+    return [sized[model] for model in models]
+
+
+def state_floats(model: ModelConfig, sequence_length: int) -> int:
+    """Floats that a layer carries from token to token for one sequence: its memories, or the cache of attention.
+
+    Not counted: the last inputs of the convolutions, the same for all memories; the anchor of a memory whose every
+    token is a chunk, which is its weights once more; and what blocks with attention keep of the tokens in its window.
+    """
+    graphdef, params = abstract_model(model)
+    state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
+    if has_memory(model):
+        memories = [layer.memory for layer in jax.tree.leaves(state, is_leaf=_is_memory) if _is_memory(layer)]
+        if memory_rule(model.memory).chunk_size == 1:
+            memories = [dataclasses.replace(memory, anchor=()) for memory in memories]
+        state = memories
+    floats = [x.size for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum(floats) // model.depth
+
+
+def _is_memory(leaf: object) -> bool:
+    return isinstance(leaf, MemoryLayerState)
+
+
+def one_graph(make: Callable[[nnx.GraphDef], Made]) -> Callable[[nnx.GraphDef], Made]:
+    """`make` that gives the same once more for the graphdef of the last call.
+
+    What it makes of a graphdef is compiled once for the models of all seeds, whose graphdef is one object.
+    """
+    last: list[Any] = [None, None]
+
+    @functools.wraps(make)
+    def made(graphdef: nnx.GraphDef) -> Made:
+        if last[0] is not graphdef:
+            last[:] = graphdef, make(graphdef)
+        return last[1]
+
+    return made

@@ -1,0 +1,86 @@
+"""Results of cells in a file, one line as each cell finishes, so that a study that was killed goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from titans_jax.studies.study import Cell
+from titans_jax.studies.tasks import Numbers
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one cell.
+
+    status: "finite"; "not finite", a step of its training or one of its numbers was not; or "failed" with `error`.
+    tokens: read in training. state_floats: carried by a layer for one sequence. seconds: of training, compilation
+    excluded. numbers: what its task measured, None in place of one that is not finite; empty where it failed.
+    """
+
+    status: Literal["finite", "not finite", "failed"]
+    parameters: int
+    state_floats: int
+    tokens: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    numbers: Numbers | None = None
+
+
+class ResultsFile:
+    """results.jsonl of a study's folder: {"cell": the cell's identity, and the fields of `Result`} a line.
+
+    A line that a kill cut off is dropped. Lines of cells that are no more asked for stay.
+    """
+
+    def __init__(self, file: Path):
+        self.file, self._results = file, {}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for line in file.read_text().splitlines() if file.exists() else []:
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                continue
+            lines.append(line + "\n")
+            identity = fields.pop("cell")
+            self._results[_key(identity)] = Result(**fields)
+        rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
+        rewritten.write_text("".join(lines))
+        rewritten.replace(file)
+
+    def get(self, cell: Cell) -> Result | None:
+        """What became of a cell, None for one that has not run."""
+        return self._results.get(_key(cell.identity))
+
+    def finished(self, cell: Cell) -> bool:
+        """Whether a cell need not run (again); one that failed is tried again."""
+        result = self.get(cell)
+        return result is not None and result.status != "failed"
+
+    def add(self, cell: Cell, result: Result) -> None:
+        """Keep the result of a cell, on disk when this returns."""
+        self._results[_key(cell.identity)] = result
+        with self.file.open("a") as out:
+            out.write(json.dumps({"cell": cell.identity, **asdict(result)}, allow_nan=False) + "\n")
+
+
+def _key(identity: dict[str, Any]) -> str:
+    return json.dumps(identity, sort_keys=True)
+
+
+def finite_numbers(numbers: Numbers) -> tuple[Numbers, bool]:
+    """The numbers with None in place of those that are not finite, and whether all are."""
+    every = True
+
+    def known(value: Any) -> Any:
+        nonlocal every
+        if isinstance(value, list):
+            return [known(item) for item in value]
+        every &= math.isfinite(value)
+        return value if math.isfinite(value) else None
+
+    return {name: known(value) for name, value in numbers.items()}, every

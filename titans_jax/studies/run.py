@@ -1,0 +1,187 @@
+"""`titans study NAME`: train the cells that are not finished yet, then write the study's table and figure."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from titans_jax import plots, sharding
+from titans_jax.config import ConfigError, import_file, registered
+from titans_jax.config.command_line import parse
+from titans_jax.errors import TitansError
+from titans_jax.models import check_model
+from titans_jax.studies.models import state_floats
+from titans_jax.studies.results import Result, ResultsFile, finite_numbers
+from titans_jax.studies.study import STUDIES, Cell, Study, StudyOptions
+from titans_jax.studies.table import baselines_of, csv_rows, make_rows, number_words, terminal_table
+from titans_jax.training.fit import fit
+from titans_jax.training.run import count_params
+
+
+class StudyError(TitansError, RuntimeError):
+    """Cells of a study could not be run; the others are finished and in its table."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study that can run: its options, its cells and where it writes. command: as it was typed."""
+
+    name: str
+    study: Study
+    options: StudyOptions
+    cells: list[Cell]
+    folder: Path
+    command: str
+
+
+def find_study(name: str) -> str:
+    """The name of a registered study; for FILE.py or FILE.py:NAME, of the one that the file registers.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    file, _, one = name.partition(".py")
+    if not name.endswith(".py") and not one.startswith(":"):
+        registered(STUDIES, "NAME", name)
+        return name
+    module = import_file(Path(f"{file}.py"))
+    own = [known for known, study in STUDIES.items() if study.__module__ == module.__name__]
+    if one:
+        own = [known for known in own if known == one[1:]]
+    if len(own) != 1:
+        raise ConfigError(
+            f"{name} registers {', '.join(own) or 'no such study'}; use {file}.py:NAME with the name of one that "
+            "@register_study adds there"
+        )
+    return own[0]
+
+
+def make_plan(name: str, arguments: list[str]) -> Plan:
+    """What `titans study NAME` with these arguments is to do, all of it checked; nothing is compiled or written.
+
+    Raises:
+      ConfigError, DataError: one sentence with the field, its value and what would work.
+    """
+    said, name = name, find_study(name)
+    study, program = STUDIES[name](), f"titans study {said}"
+    options = parse(program, study.options, arguments)
+    options = parse(program, study.options, arguments, study.defaults(options))
+    if options.seeds < 1:
+        raise ConfigError(f"seeds is {options.seeds}; use at least 1")
+    cells = study.cells(options)
+    for task, model in dict.fromkeys((cell.task, cell.model) for cell in cells):
+        task.check(model)
+        check_model(model)
+    folder = Path(options.output or f"runs/study_{name}")
+    return Plan(name, study, options, cells, folder, shlex.join(["titans", "study", said, *arguments]))
+
+
+def run(plan: Plan, console: Console | None = None) -> None:
+    """Train and measure what is not finished, and write the table.
+
+    Raises:
+      StudyError: some cells failed; the table says which.
+    """
+    console = console or Console()
+    sharding.use_cores(functools.reduce(math.gcd, (cell.task.batch_size for cell in plan.cells)))
+    results = ResultsFile(plan.folder / "results.jsonl")
+    # A model that two rows of a table share is trained once.
+    different = {str(cell.identity): cell for cell in plan.cells}
+    waiting = [cell for cell in different.values() if not results.finished(cell)]
+    console.print(
+        f"{plan.name}: {len(different)} models, {len(different) - len(waiting)} of them finished before, on "
+        f"{sharding.machine()}; {plan.study.notes(plan.options)}"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+        bar = progress.add_task("", total=sum(cell.task.steps for cell in waiting))
+        for number, cell in enumerate(waiting):
+            progress.update(bar, description=label_words(cell))
+            before = sum(cell.task.steps for cell in waiting[:number])
+            result = run_cell(cell, lambda: progress.advance(bar))
+            results.add(cell, result)
+            progress.update(bar, completed=before + cell.task.steps)
+            progress.console.print(result_words(cell, result))
+    write(plan, results, console)
+    failed = sum(results.get(cell).status == "failed" for cell in different.values())
+    if failed:
+        raise StudyError(
+            f"{failed} of {len(different)} models of {plan.name} failed, as {results.file} says of each; the same "
+            "command tries them again"
+        )
+
+
+def run_cell(cell: Cell, after_step: Callable[[], None] = lambda: None) -> Result:
+    """Train one model and measure it. What fails is part of the result; only what ends the process is raised."""
+    sizes = {"parameters": count_params(cell.model)}
+    sizes["state_floats"] = state_floats(cell.model, cell.task.sequence_length)
+    batches = cell.task.batches(cell.seed)
+    try:
+        graphdef, params, history = fit(
+            cell.model, cell.task.optimizer, batches, cell.task.steps, cell.seed, after_step
+        )
+        numbers, finite = finite_numbers(cell.task.measure(graphdef, params))
+    except Exception as error:  # noqa: BLE001  (one model that does not fit must not cost the others)
+        return Result("failed", **sizes, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    finally:
+        batches.close()
+    status = "finite" if finite and history.finite else "not finite"
+    return Result(status, **sizes, tokens=history.tokens, seconds=history.seconds, numbers=numbers)
+
+
+def write(plan: Plan, results: ResultsFile, console: Console) -> None:
+    """Print the table; write NAME.csv, NAME.json and NAME.png, with the command in each."""
+    study, options = plan.study, plan.options
+    rows = study.finish(options, make_rows([(cell, results.get(cell)) for cell in plan.cells]))
+    columns, baselines = study.columns(options), baselines_of(plan.cells)
+    console.print(terminal_table(rows, columns, baselines))
+    plots.save_csv(csv_rows(rows, columns, baselines, plan.command), plan.folder / f"{plan.name}.csv")
+    plots.save_json(
+        {
+            "command": plan.command,
+            "machine": sharding.machine(),
+            "options": dataclasses.asdict(options),
+            "baselines": [{"what": words, **numbers} for words, numbers in baselines],
+            "rows": [row_json(row) for row in rows],
+            "models": [
+                {**cell.labels, "task": cell.task.name, "seed": cell.seed, **dataclasses.asdict(results.get(cell))}
+                for cell in plan.cells
+            ],
+        },
+        plan.folder / f"{plan.name}.json",
+    )
+    study.draw(options, rows, plan.folder / f"{plan.name}.png", plan.command)
+    console.print(f"saved {plan.folder}")
+
+
+def row_json(row: Any) -> dict[str, Any]:
+    """A row with mean and standard deviation of every number over seeds."""
+    numbers = {}
+    for name, values in row.numbers.items():
+        of_lists = any(isinstance(value, list) for value in values)
+        numbers[name] = [s._asdict() for s in row.curve(name)] if of_lists else row.spread(name)._asdict()
+    return dataclasses.asdict(row) | {"numbers": numbers}
+
+
+def label_words(cell: Cell) -> str:
+    """The row a cell is of, for the progress bar."""
+    return " ".join(f"{name}={value}" for name, value in cell.labels.items() if value not in (None, ""))
+
+
+def result_words(cell: Cell, result: Result) -> str:
+    """A line for a cell that has finished."""
+    single = {name: value for name, value in (result.numbers or {}).items() if not isinstance(value, list)}
+    numbers = "  ".join(f"{name} {number_words(value, 3)}" for name, value in single.items())
+    status = "" if result.status == "finite" else f"  {result.status}  {result.error}"
+    return f"{label_words(cell)}  {cell.task.name} seed {cell.seed}: {numbers}  {result.seconds:.1f} s{status}"

@@ -1,0 +1,133 @@
+"""Studies: tables of small trained models, by name.
+
+    @register_study()                           # as "my_study"; `titans study my_file.py` finds it
+    class MyStudy(Study):
+        \"\"\"What it asks, in one line.\"\"\"
+
+        options = MyOptions                     # a dataclass under StudyOptions: what the command line sets
+        def cells(self, options): ...           # the models to train, each with its task, seed and labels
+        def columns(self, options): ...         # the numbers of its table
+        def draw(self, options, rows, file, note): ...        # its figure
+
+`titans_jax.studies.run` trains the cells, keeps what is finished, and writes table and figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from titans_jax.config import ConfigError, ModelConfig, to_dict
+from titans_jax.registry import Registry
+from titans_jax.studies.tasks import Task
+
+if TYPE_CHECKING:
+    from titans_jax.studies.table import Row
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """What every study can be told."""
+
+    quick: bool = False
+    """Defaults for two CPU cores and 20 minutes; without it they are for one accelerator."""
+    seeds: int = 3
+    """Models of each kind, with different starts and training rows."""
+    output: str | None = None
+    """Folder for results, table and figure; None is runs/study_NAME. What is finished there is not trained again."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model to train and measure.
+
+    labels: the row of the table it belongs to, {heading: value}; cells of one row differ in seed, or in task.
+    """
+
+    labels: dict[str, Any]
+    model: ModelConfig
+    task: Task
+    seed: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that its numbers depend on: a cell with the same identity is the same cell, whatever study it is of."""
+        task = {"name": self.task.name, **dataclasses.asdict(self.task)}
+        parts = {"model": to_dict(self.model), "task": task, "optimizer": to_dict(self.task.optimizer)}
+        return parts | {"seed": self.seed}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of a table, by its name among those that tasks measure."""
+
+    number: str
+    heading: str
+    digits: int = 3
+
+
+class Study:
+    """A table of small models; a subclass is registered under its name by `register_study`."""
+
+    options: ClassVar[type[StudyOptions]] = StudyOptions
+    """What the command line sets."""
+
+    def defaults(self, said: StudyOptions) -> StudyOptions:
+        """The options' defaults, where flags that were said (`quick`) change them."""
+        return dataclasses.replace(self.options(), quick=said.quick)
+
+    def cells(self, options: StudyOptions) -> list[Cell]:
+        """The models to train, in order; those of one row of the table have the same labels.
+
+        Raises:
+          ConfigError: options that cannot work, one sentence.
+        """
+        raise NotImplementedError
+
+    def columns(self, options: StudyOptions) -> list[Column]:
+        """The numbers of its table."""
+        raise NotImplementedError
+
+    def finish(self, options: StudyOptions, rows: list[Row]) -> list[Row]:
+        """The rows of the table with further numbers, made of those that were measured."""
+        return rows
+
+    def notes(self, options: StudyOptions) -> str:
+        """A sentence above the table."""
+        return ""
+
+    def draw(self, options: StudyOptions, rows: list[Row], file: Path, note: str) -> None:
+        """The study's figure, as the PNG `file`; `note` belongs under it."""
+        raise NotImplementedError
+
+
+STUDIES: Registry[type[Study]] = Registry("study")
+"""Studies by name."""
+
+register_study: Callable[..., Callable[[type[Study]], type[Study]]] = STUDIES.register
+
+
+def at_least_one(options: StudyOptions, *names: str) -> None:
+    """Refuse a count below one, or an empty list.
+
+    Raises:
+      ConfigError: names the field.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, tuple) and not value:
+            raise ConfigError(f"{name} is empty; name at least one")
+        if isinstance(value, int) and value < 1:
+            raise ConfigError(f"{name} is {value}; use at least 1")
+
+
+def with_seeds(
+    options: StudyOptions, models: Iterable[tuple[dict[str, Any], ModelConfig]], task: Task
+) -> Iterable[Cell]:
+    """Cells of one task for models with their labels, one of each seed 1, 2, ..."""
+    for labels, model in models:
+        for seed in range(1, options.seeds + 1):
+            yield Cell(labels, task.fit_to(model), task, seed)

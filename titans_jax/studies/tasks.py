@@ -1,0 +1,311 @@
+"""What the models of studies learn and are asked: recall of facts, and language.
+
+A task is a group of command-line options too: its fields are settings, with their types, defaults and help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from titans_jax import data, sharding
+from titans_jax.config import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig
+from titans_jax.config.validate import validate
+from titans_jax.data.pipeline import Share
+from titans_jax.data.recall import RecallTask, recall_sequences
+from titans_jax.evaluation.perplexity import count_bytes, evaluate, make_evaluation_step
+from titans_jax.models.loss import Batch, cross_entropy_sum
+from titans_jax.studies.models import one_graph
+from titans_jax.studies.positions import bucket_ends, bucket_means, positions_loss
+from titans_jax.training.run import check_vocabulary
+
+HELD_OUT_SEED = 0
+"""Seed of the sequences that all models are asked on; models and their training sequences have seeds 1, 2, ..."""
+
+Numbers = dict[str, Any]
+"""Numbers, or lists of them, by name."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model is trained on, and measured by. A subclass of one's own needs the methods below."""
+
+    name: ClassVar[str]
+    """The word for it in results and messages."""
+
+    steps: int = 800
+    """Training steps."""
+    batch_size: int = 16
+    """Sequences of a step."""
+    learning_rate: float = 3e-3
+    """Peak of the cosine, after a linear warm-up in a tenth of the steps."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """AdamW by the cosine schedule."""
+        return OptimizerConfig(learning_rate=self.learning_rate, warmup_steps=self.steps // 10)
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training row."""
+        raise NotImplementedError
+
+    def fit_to(self, model: ModelConfig) -> ModelConfig:
+        """The model with the vocabulary of the task."""
+        raise NotImplementedError
+
+    def check(self, model: ModelConfig) -> None:
+        """Refuse settings that cannot work, before anything runs.
+
+        Raises:
+          ConfigError, DataError: one sentence with the field, its value and what would work.
+        """
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1")
+        validate(Config(model=self.fit_to(model), optimizer=self.optimizer))
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """What a model of this seed is trained on, at least `steps` batches."""
+        raise NotImplementedError
+
+    def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
+        """What a trained model is worth, by name."""
+        raise NotImplementedError
+
+    def baseline(self) -> tuple[str, Numbers]:
+        """What can be had without a model, in words, and its numbers by the names of `measure`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Recall(Task):
+    """Multi-query associative recall: which value came with a key, asked on unseen sequences."""
+
+    name: ClassVar[str] = "recall"
+
+    num_pairs: int = 4
+    """Key-value pairs of a sequence."""
+    length: int = 32
+    """Tokens of a sequence."""
+    vocab_size: int = 32
+    """Tokens: half of them keys, half values."""
+    test_sequences: int = 512
+    """Unseen sequences asked about, the same for all models."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training row."""
+        return self.length
+
+    @property
+    def sequences(self) -> RecallTask:
+        """What sequences look like."""
+        return RecallTask(self.num_pairs, self.length, self.vocab_size)
+
+    def fit_to(self, model: ModelConfig) -> ModelConfig:
+        """See `Task`."""
+        return dataclasses.replace(model, vocab_size=self.vocab_size)
+
+    def check(self, model: ModelConfig) -> None:
+        """See `Task`."""
+        super().check(model)
+        if self.test_sequences < 1:
+            raise ConfigError(f"test_sequences is {self.test_sequences}; use at least 1")
+        if self.test_sequences % self.batch_size:
+            works = -(-self.test_sequences // self.batch_size) * self.batch_size
+            raise ConfigError(
+                f"test_sequences is {self.test_sequences}; use a multiple of batch_size {self.batch_size}, such as "
+                f"{works}"
+            )
+        _ = self.sequences
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """See `Task`. Drawn some steps at a time, so that a long training needs no memory for them."""
+        at_once = 256
+        for number, first in enumerate(range(0, self.steps, at_once)):
+            count = min(at_once, self.steps - first) * self.batch_size
+            yield from self._cut(recall_sequences(self.sequences, count, seed + (number << 32)))
+
+    def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
+        """accuracy: share of unseen queries answered right; recall_loss: mean cross entropy over them, nats."""
+        held_out = recall_sequences(self.sequences, self.test_sequences, HELD_OUT_SEED)
+        step = make_recall_step(graphdef)
+        totals = [step(params, sharding.spread(batch, None)[0]) for batch in self._cut(held_out)]
+        nats, right, queries = np.sum(np.array(jax.device_get(totals), np.float64), axis=0)
+        return {"accuracy": float(right / queries), "recall_loss": float(nats / queries)}
+
+    def baseline(self) -> tuple[str, Numbers]:
+        """See `Task`."""
+        chance = 1 / self.num_pairs
+        return f"one of {self.num_pairs} values at random", {"accuracy": chance, "recall_loss": -math.log(chance)}
+
+    def _cut(self, sequences: dict[str, np.ndarray]) -> Iterator[Batch]:
+        """The sequences, `batch_size` at a time, each a document of its own."""
+        for first in range(0, len(sequences["tokens"]), self.batch_size):
+            batch = {name: rows[first : first + self.batch_size] for name, rows in sequences.items()}
+            yield batch | {"segment_ids": None}
+
+
+@one_graph
+def make_recall_step(graphdef: nnx.GraphDef) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array, jax.Array]]:
+    """Compiled (params, batch) -> (summed nats, queries answered right, queries)."""
+
+    @jax.jit
+    def recall_step(params, batch):
+        logits = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"])
+        nats, queries = cross_entropy_sum(logits, batch["targets"])
+        # Without a query the target is -1, which is no token.
+        return nats, jnp.sum(jnp.argmax(logits, axis=-1) == batch["targets"]), queries
+
+    return recall_step
+
+
+@dataclass(frozen=True)
+class Language(Task):
+    """Next tokens of real text: bits per byte on held-out documents, and loss by position far beyond the rows."""
+
+    name: ClassVar[str] = "language"
+
+    steps: int = 1500
+    """Training steps."""
+    batch_size: int = 8
+    """Rows of a step; replaces data.batch_size."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(packing="stream", sequence_length=512))
+    """The text and its rows."""
+    evaluation_batches: int = 16
+    """Held-out batches read."""
+    positions: int = 32768
+    """Tokens of the long texts that loss by position is measured on, a multiple of data.sequence_length; 0 measures
+    none."""
+    positions_rows: int = 4
+    """How many long texts."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training row."""
+        return self.data.sequence_length
+
+    def fit_to(self, model: ModelConfig) -> ModelConfig:
+        """See `Task`."""
+        vocabulary = data.load_tokenizer(self.data.tokenizer).vocab_size
+        return dataclasses.replace(model, vocab_size=-(-vocabulary // 64) * 64)
+
+    def check(self, model: ModelConfig) -> None:
+        """See `Task`."""
+        super().check(model)
+        if self.data.packing != "stream":
+            raise ConfigError(f"data.packing is {self.data.packing!r}; use stream, which fits the chunks of any memory")
+        config = Config(model=self.fit_to(model), data=self._data(self.sequence_length))
+        validate(config)
+        check_vocabulary(config, data.load_tokenizer(self.data.tokenizer))
+        if self.evaluation_batches < 1:
+            raise ConfigError(f"evaluation_batches is {self.evaluation_batches}; use at least 1")
+        if len(self._rows("train", self.sequence_length)) < 1:
+            raise ConfigError(f"data.path is {self.data.path!r}; use text of at least one row")
+        if self.positions < 0 or self.positions % self.sequence_length:
+            raise ConfigError(
+                f"positions is {self.positions}; use 0 or a multiple of data.sequence_length {self.sequence_length}"
+            )
+        if self.positions:
+            whole = len(self._long_texts()[0]) if self.positions_rows > 0 else 0
+            if whole < max(self.positions_rows, 1):
+                raise ConfigError(
+                    f"positions_rows is {self.positions_rows}; use 1 to {len(self._long_texts(None)[0])}, as many as "
+                    f"the held-out text has rows of positions {self.positions}"
+                )
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """See `Task`. Every seed has an order of its own."""
+        rows, statistics = self._rows("train", self.sequence_length), self._statistics("train")
+        batches = data.TrainBatches(rows, statistics, Share(self.batch_size, 0, 1), seed=seed)
+        try:
+            yield from batches
+        finally:
+            batches.close()
+
+    def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
+        """bits_per_byte of held-out text; and where `positions` is not 0, by bucket of positions in long texts:
+
+        ends: where the buckets end. carried, fresh: mean loss of each, nats per token, with the state carried from row
+        to row, and emptied before every row. last_over_best, last_over_fresh: the last bucket's carried loss over that
+        of the best bucket, and over its fresh loss.
+        """
+        tokenizer, step = data.load_tokenizer(self.data.tokenizer), _evaluation_step(graphdef)
+        batches = (sharding.spread(batch, None)[0] for batch in self._held_out())
+        numbers: Numbers = {"bits_per_byte": evaluate(step, params, batches, tokenizer).bits_per_byte}
+        if not self.positions:
+            return numbers
+        ends = bucket_ends(self.sequence_length, self.positions)
+        texts, params = self._long_texts(), jax.device_put(params, jax.local_devices()[0])
+        carried, fresh = (
+            bucket_means(positions_loss(graphdef, params, *texts, self.sequence_length, carry), ends)
+            for carry in (True, False)
+        )
+        ratios = {"last_over_best": carried[-1] / min(carried), "last_over_fresh": carried[-1] / fresh[-1]}
+        return numbers | {"ends": ends, "carried": carried, "fresh": fresh} | ratios
+
+    def baseline(self) -> tuple[str, Numbers]:
+        """See `Task`: how often each token is in the training text, whatever comes before it."""
+        size = data.load_tokenizer(self.data.tokenizer).vocab_size
+        counts = np.bincount(self._corpus("train").tokens, minlength=size) + 1.0
+        targets = np.concatenate([batch["targets"].ravel() for batch in self._held_out()])
+        targets = targets[targets >= 0]
+        bits = -np.log2(counts / counts.sum())[targets].sum()
+        num_bytes = count_bytes(targets[None], data.load_tokenizer(self.data.tokenizer))
+        return "frequencies of single tokens", {"bits_per_byte": float(bits / num_bytes)}
+
+    def _data(self, sequence_length: int) -> DataConfig:
+        return dataclasses.replace(self.data, sequence_length=sequence_length, batch_size=self.batch_size)
+
+    def _corpus(self, split: data.Split) -> data.Corpus:
+        return _corpus(self.data, split)
+
+    def _rows(self, split: data.Split, sequence_length: int) -> data.Rows:
+        return data.pack(self._corpus(split), sequence_length=sequence_length, packing=self.data.packing)
+
+    def _statistics(self, split: data.Split) -> data.Statistics:
+        return data.Statistics.count(self._corpus(split), self._rows(split, self.sequence_length))
+
+    def _held_out(self) -> Iterator[Batch]:
+        """The first `evaluation_batches` held-out batches, in an order that is always the same."""
+        share = Share(self.batch_size, 0, 1)
+        every = data.ValidationBatches(
+            self._rows("validation", self.sequence_length), self._statistics("validation"), share
+        )
+        return (batch for _, batch in zip(range(self.evaluation_batches), every, strict=False))
+
+    def _long_texts(self, count: int | None = -1) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and targets of `count` whole stretches of held-out text (default positions_rows, None all)."""
+        corpus = self._corpus("validation").tokens
+        whole = (len(corpus) - 1) // self.positions
+        order = np.random.default_rng(0).permutation(whole)[: self.positions_rows if count == -1 else count]
+        stretch = order[:, None] * self.positions + np.arange(self.positions)
+        return corpus[stretch].astype(np.int32), corpus[stretch + 1].astype(np.int32)
+
+
+_evaluation_step = one_graph(make_evaluation_step)
+
+
+@functools.lru_cache(maxsize=4)
+def _corpus(config: DataConfig, split: data.Split) -> data.Corpus:
+    """The tokens of a split, read once for all models.
+
+    Raises:
+      DataError: there is no text.
+    """
+    corpus = data.tokenize(
+        data.open_documents(config, split), data.load_tokenizer(config.tokenizer), show_progress=False
+    )
+    if not corpus.num_bytes:
+        raise data.DataError(f"the {split} documents of {data.describe_source(config)} hold no text: give more of it")
+    return corpus

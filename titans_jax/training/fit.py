@@ -1,0 +1,124 @@
+"""A small model trained from beginning to end in memory, for studies: no run folder, no checkpoints.
+
+    graphdef, params, history = fit(model, optimizer, batches, steps=800, seed=1)
+
+The step, the optimizer and the initial parameters are those of `titans train`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from titans_jax import sharding
+from titans_jax.config import ModelConfig, OptimizerConfig
+from titans_jax.models.loss import Batch
+from titans_jax.registry import registrations
+from titans_jax.training.optimizer import make_optimizer
+from titans_jax.training.run import abstract_model, make_init
+from titans_jax.training.step import make_train_step
+
+STEPS_AHEAD = 10
+"""Steps that may wait on the devices before the metrics of the oldest are read."""
+
+
+class History(NamedTuple):
+    """What a training was like.
+
+    loss: mean cross entropy of every step's batch, nats, float32 [steps]. grad_norm: before clipping, float32 [steps].
+    tokens: read in all, padding included. seconds: compilation excluded.
+    """
+
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    tokens: int
+    seconds: float
+
+    @property
+    def finite(self) -> bool:
+        """No step had a loss or a gradient that was not finite; such a step is skipped."""
+        return bool(np.all(np.isfinite(self.loss)) and np.all(np.isfinite(self.grad_norm)))
+
+
+class Fit(NamedTuple):
+    """A trained model: its structure, its parameters on every device, and how they came about."""
+
+    graphdef: nnx.GraphDef
+    params: Any
+    history: History
+
+
+def fit(
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    batches: Iterable[Batch],
+    steps: int,
+    seed: int,
+    after_step: Callable[[], None] = lambda: None,
+) -> Fit:
+    """Train a model on the first `steps` batches, their rows shared out over all devices.
+
+    Args:
+      batches: {"tokens", "targets", "segment_ids"}, each int32 [rows, time] of one shape; segment_ids may be None. The
+        number of devices divides rows.
+      seed: of the initial parameters.
+      after_step: called after every step.
+
+    Models that differ in their seed only are compiled once, one after another.
+
+    Raises:
+      ValueError: there are fewer batches than steps.
+    """
+    program = _program(model, optimizer, steps, registrations())
+    params = program.init(jax.random.key(seed))
+    _, state = sharding.spread(None, {"params": params, "optimizer": program.optimizer.init(params)})
+    batches, metrics, tokens, seconds = iter(batches), [], 0, 0.0
+    for step in range(steps):
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError(f"there are {step} batches: {steps} steps need as many.")
+        batch, _ = sharding.spread(batch, None)
+        if step == 0:
+            train_step = program.compiled(state, batch)
+            start = time.perf_counter()
+        state, measured = train_step(state, batch)
+        metrics.append(measured)
+        tokens += batch["tokens"].size
+        if step >= STEPS_AHEAD:
+            metrics[step - STEPS_AHEAD] = jax.device_get(metrics[step - STEPS_AHEAD])
+        after_step()
+    metrics = jax.device_get(metrics)
+    if steps:
+        seconds = time.perf_counter() - start
+    loss, grad_norm = (np.array([step[name] for step in metrics], np.float32) for name in ("loss", "grad_norm"))
+    return Fit(program.graphdef, state["params"], History(loss, grad_norm, tokens, seconds))
+
+
+class Program:
+    """The compiled start of one kind of model, and its training step for the batches it has been given."""
+
+    def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, steps: int):
+        self.graphdef, _ = abstract_model(model)
+        self.init = make_init(model)
+        self.optimizer = make_optimizer(optimizer, steps)
+        self._step = make_train_step(self.graphdef, self.optimizer, accumulation=1)
+        self._compiled: dict[Any, Callable] = {}
+
+    def compiled(self, state: Any, batch: Batch) -> Callable:
+        """The step for a state and a batch of these shapes."""
+        shapes = str(jax.tree.map(jax.typeof, batch))
+        if shapes not in self._compiled:
+            self._compiled[shapes] = self._step.lower(state, batch).compile()
+        return self._compiled[shapes]
+
+
+@functools.lru_cache(maxsize=2)
+def _program(model: ModelConfig, optimizer: OptimizerConfig, steps: int, registrations: int) -> Program:
+    """The last programs; what a name stands for may change with every registration from outside."""
+    return Program(model, optimizer, steps)
