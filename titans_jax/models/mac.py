@@ -8,8 +8,8 @@ Per segment of `config.segment` tokens, x being its normalised rows and M the me
     m = read of the memory at q(z), after writing k(z), v(z)     token t reads its own write and none later
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
-The papers write y itself (`mac_write` "attention", z = y), which is a mean over tokens and says poorly which one it is of:
-what is written cannot be found again (memory/README.md, What was tried). They also say that blocks have residual
+The papers write y itself (`mac_write` "attention", z = y), which is a mean over tokens and says poorly which one it is
+of: what is written cannot be found again (memory/README.md, What was tried). They also say that blocks have residual
 connections; here is one.
 
 Readings where the paper is open or would leak the future (memory/README.md, Readings): one h per token, seen causally;
