@@ -19,41 +19,39 @@ SAMPLES = 256
 def error_removed(rule: MemoryRule, head_dim: int) -> float:
     """The share of a token's error that one write of step size 1 removes from a fresh memory.
 
-    A step theta against the gradient of 1/2 ||M(k) - v||^2 by the weights moves what is carried, and with it the read,
-    by -theta B (M(k) - v): B = J D J^T, J the derivative of the read by the weights, D that of the weights by what is
-    carried. It removes theta trace(B) / head_dim of an error in a random direction (derived). The mean of that over
-    random starts, unit keys and directions, the same ones every time, and rounded to three digits, so that all machines
-    have the same number.
+    A step theta against the gradient of the bias by the weights moves what is carried, and with it the read, by
+    -theta B c: B = J D J^T, J the derivative of the read by the weights, D that of the weights by what is carried, and
+    c the cotangent of the read, of an error of 1 or -1 in every channel (derived; for l2, c is the error). The mean over
+    random starts, unit keys and signs, the same ones every time, and rounded to three digits, so that all machines have
+    the same number. A bias whose cotangent does not depend on the error counts as l2.
     """
-    plain = algorithms.gradient_descent()  # neither the bias nor the algorithm plays a part
     if rule.algorithm.descends:
-        rule = dataclasses.replace(rule, algorithm=plain)
-    return _error_removed(dataclasses.replace(rule, bias=biases.l2(), chunk_size=1, forget_to_start=False), head_dim)
+        rule = dataclasses.replace(rule, algorithm=algorithms.gradient_descent())
+    if rule.bias.constant_slope == 0:
+        rule = dataclasses.replace(rule, bias=biases.l2())
+    return _error_removed(dataclasses.replace(rule, chunk_size=1, forget_to_start=False), head_dim)
 
 
 @functools.cache
 def _error_removed(rule: MemoryRule, head_dim: int) -> float:
     def one(key: jax.Array) -> jax.Array:
-        start, key, direction = jax.random.split(key, 3)
+        start, key, sign = jax.random.split(key, 3)
         params = init_params(rule, start, head_dim)
-        key, direction = (unit(jax.random.normal(one, (head_dim,), jnp.float32)) for one in (key, direction))
+        key = jax.random.normal(key, (head_dim,), jnp.float32)
+        key, error = key / jnp.linalg.norm(key), jax.random.rademacher(sign, (head_dim,), jnp.float32)
 
         def answer(weights):
-            return jnp.vdot(direction, read(rule, params, weights, key[None])[0])
+            return read(rule, params, weights, key[None])[0]
 
         def moved(carried):
-            closed = rule.retention.close(carried, params["weights"], params)
-            return answer(rule.retention.weights(closed, params))
+            return answer(rule.retention.weights(rule.retention.close(carried, params["weights"], params), params))
 
-        surprise = jax.grad(answer)(rule.retention.weights(params["weights"], params))
+        weights = rule.retention.weights(params["weights"], params)
+        value, gate = answer(weights) - error, jnp.ones((1,), jnp.float32) if rule.bias.takes_gate else None
+        surprise = jax.grad(lambda weights: rule.bias(answer(weights), value, gate))(weights)
         _, removed = jax.jvp(moved, (params["weights"],), (surprise,))
-        return removed
+        return jnp.vdot(error, removed) / head_dim
 
     with jax.ensure_compile_time_eval():
         removed = jnp.mean(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), SAMPLES)))
     return float(f"{float(removed):.3g}")
-
-
-def unit(vector: jax.Array) -> jax.Array:
-    """The vector of length 1 in its direction."""
-    return vector / jnp.linalg.norm(vector)
