@@ -90,7 +90,12 @@ class NeuralMemory(nnx.Module):
     """A sequence layer that learns while it reads, [b, t, dim] -> [b, t, dim].
 
     One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings).
+
+    writes: False leaves the memory at its start, exactly: it is read, in training as in streaming, and never written,
+    not even with persistent tokens. What the memory is worth is measured by it (`models.without_writes`).
     """
+
+    writes = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.rule, self.form = memory_rule(config.memory), config.memory.form
@@ -159,6 +164,8 @@ class NeuralMemory(nnx.Module):
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
         """Write x [b, t, dim]: the raw reads [b, t, h, d], the next state, and a report.
 
+        Without `writes` the state's memory is left as it is, and the report is empty.
+
         Args as of a call; mask: bool [b, t], False at padding, where there are no documents; start: the state of a
         document's start, without the batch axis.
 
@@ -169,6 +176,9 @@ class NeuralMemory(nnx.Module):
         for name, module in self.inputs().items():
             initial_tail = None if start is None else start.tails[name]
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
+        if not self.writes:
+            reads = self.retrieve(state.memory.weights, features["query"])
+            return reads, MemoryLayerState(state.memory, tails), {}
         resets = None
         if documents is not None:
             mask, resets = documents.mask, documents.starts
