@@ -24,6 +24,7 @@ from titans_jax.config import ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import MemoryGates
+from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.sharding import (
@@ -164,13 +165,10 @@ class NeuralMemory(nnx.Module):
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
         """Write x [b, t, dim]: the raw reads [b, t, h, d], the next state, and a report.
 
-        Without `writes` the state's memory is left as it is, and the report is empty.
-
         Args as of a call; mask: bool [b, t], False at padding, where there are no documents; start: the state of a
         document's start, without the batch axis.
 
-        The report holds retention, momentum, step_size (means over heads and matrices) and inner_loss (mean over
-        heads), each [b, t], and weight_norm [b], the mean Frobenius norm of a head's weights at the end.
+        The report is that of `memory_report`. Without `writes` the state's memory stays as it is, and there is none.
         """
         features, tails = {}, {}
         for name, module in self.inputs().items():
@@ -185,7 +183,8 @@ class NeuralMemory(nnx.Module):
         keys, values, gates = self.gates(x, features["key"], features["value"], mask)
         inputs = HeadInputs(features["query"], keys, values, gates, resets)
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
-        return reads, MemoryLayerState(after, tails), _report(gates, surprise, after)
+        report = memory_report(self.rule, self.params(), gates, values, surprise, after.weights)
+        return reads, MemoryLayerState(after, tails), report
 
     def inputs(self) -> dict[str, MemoryInput]:
         """The projections that a token goes through."""
@@ -313,16 +312,3 @@ def broadcast(state: Any, batch: int) -> Any:
 
 def _replace(state: memory.MemoryState, position: int | jax.Array | None) -> memory.MemoryState:
     return dataclasses.replace(state, position=position)
-
-
-def _report(gates: memory.Gates, surprise: memory.Surprise, state: memory.MemoryState) -> dict[str, jax.Array]:
-    report = {"retention": jnp.exp(gates.log_retention), "step_size": gates.step_size}
-    if gates.log_momentum is not None:
-        report["momentum"] = jnp.exp(gates.log_momentum)
-    report = {name: jnp.mean(value, axis=(2, 3)) for name, value in report.items()}
-    for log_retention in (gates.log_key_retention, gates.log_value_retention):
-        if log_retention is not None:
-            report["retention"] *= jnp.mean(jnp.exp(log_retention), axis=(2, 3))
-    report["inner_loss"] = jnp.mean(surprise.loss, axis=2)
-    squares = sum(jnp.sum(jnp.square(weight), axis=(2, 3)) for weight in state.weights)
-    return report | {"weight_norm": jnp.mean(jnp.sqrt(squares), axis=1)}
