@@ -44,11 +44,20 @@ def figure(file: Path, width: float = 6, height: float = 4, dpi: int = 150) -> I
 
     The figure itself is `axes.figure`. Makes the folder.
     """
+    with panels(file, 1, 1, width, height, dpi) as (axes,):
+        yield axes
+
+
+@contextlib.contextmanager
+def panels(
+    file: Path, rows: int, columns: int, width: float = 6, height: float = 4, dpi: int = 150
+) -> Iterator[list["Axes"]]:
+    """`figure` with rows x columns axes of its width and height together, row by row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(drawn)  # no pyplot: it would keep the figure, and choose a backend for the whole process
-    yield drawn.add_subplot()
+    yield [*drawn.subplots(rows, columns, squeeze=False).flat]
     file.parent.mkdir(parents=True, exist_ok=True)
     drawn.savefig(file, dpi=dpi)
