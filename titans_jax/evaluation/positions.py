@@ -158,7 +158,7 @@ def bucket_ends(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _bucket(first: int, last: int, nats: list[float], rows: np.ndarray, tokenizer: data.Tokenizer) -> Bucket:
-    """Of nats summed over the bucket: with the state carried on, and with empty ones (or these alone)."""
+    """nats: the losses summed over the bucket, with the state carried on and with empty ones, or with these alone."""
     targets = rows[:, first + 1 : last + 2]
     text = count_bytes(targets, tokenizer) or math.nan
     bits, fresh = (float(x) / text / math.log(2) for x in (nats[0], nats[-1]))

@@ -134,6 +134,7 @@ def plot_memory(run_dir: Path, model: ModelConfig) -> None:
             panel.set_title(title, fontsize=11)
             if points:
                 _draw_layers(panel, *zip(*points, strict=True))
+                _fit_axis(panel, name, np.stack([values for _, values in points]))
             else:
                 panel.text(0.5, 0.5, "none", ha="center", va="center", transform=panel.transAxes, color="gray")
         for panel in axes:
@@ -158,3 +159,13 @@ def _draw_layers(panel: Any, steps: tuple[int, ...], values: tuple[np.ndarray, .
     for layer, numbers in enumerate(np.stack(values, axis=1)):
         color = colormaps["viridis"](0.9 * layer / max(1, len(values[0]) - 1))
         panel.plot(steps, numbers, "o-", color=color, markersize=3, linewidth=1.3, label=str(layer))
+
+
+def _fit_axis(panel: Any, name: str, values: np.ndarray) -> None:
+    """Leave room for what counts: a young memory's loss is a hundred times that of a grown one."""
+    low, high = np.nanmin(values, initial=np.inf), np.nanmax(values, initial=-np.inf)
+    if name == "explained_share" and low < -1 < high:
+        panel.set_ylim(-1.05, 1.05)
+        panel.set_title("explained share (where above -1)", fontsize=11)
+    elif name == "inner_loss" and 0 < 10 * low < high < np.inf:
+        panel.set_yscale("log")
