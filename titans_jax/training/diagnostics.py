@@ -28,11 +28,11 @@ INERT_UPDATE = 1e-3
 (2^-9)."""
 WORSE_THAN_CONSTANT = 3.0
 """Reads of the size of the values that have nothing to do with them double the loss of the mean, so an inner loss three
-times as large comes from reads that are too large. Those of a young memory behind a norm are, a hundred times, and
-shrink as the model learns: it is an explosion where the loss has doubled (`DOUBLED`) since the last report."""
+times as large comes from reads that are too large. Those of a young memory behind a norm are, some hundred times: an
+explosion is where the ratio has doubled (`DOUBLED`) since the last report."""
 DOUBLED = 2.0
-FAR_WORSE_THAN_CONSTANT = 1000.0
-"""Ten times what an untrained memory of the largest usual head has: an explosion whatever was before."""
+FAR_WORSE_THAN_CONSTANT = 1e4
+"""An explosion whatever was before: ten times what memories of young models have, whose values are nearly 0."""
 GROWTH = 100.0
 """Weights whose norm is this many times that of random ones of fan-in scale have left any that training knew."""
 EXPLAINS = 0.1
@@ -139,6 +139,8 @@ def plot_memory(run_dir: Path, model: ModelConfig) -> None:
                 panel.text(0.5, 0.5, "none", ha="center", va="center", transform=panel.transAxes, color="gray")
         for panel in axes:
             panel.grid(alpha=0.3)
+            if panel.get_yscale() == "linear":
+                panel.ticklabel_format(axis="y", useOffset=False)
             panel.tick_params(labelsize=9)
             panel.locator_params(axis="x", nbins=5, integer=True)
         for panel in axes[4:]:
