@@ -11,7 +11,8 @@
 Sized by arithmetic for chips of 16 GB: the GiB behind each are its parameters, gradients and optimizer state, 16 bytes
 a parameter, sharded over the chips of the slice, each of which takes so many rows of 4,096 tokens at a time. A step is
 half a million tokens.
-Miras names 1.3B, here 1b, without giving its shape, and calls 760m 780M: the shapes are those of Titans.
+Miras names 1.3B, here 1b, without giving its shape, and calls 760m 780M: the shapes are those of Titans, with as many
+parameters.
 """
 
 from titans_jax.config.papers import miras
@@ -21,33 +22,33 @@ HYBRID = ("lmm", "window")
 
 configs = {
     # Moneta: L_p bias, L_q retention
-    "moneta_170m": miras("moneta", "170m"),  # 146,953,728 parameters, 2.2 GiB
-    "moneta_340m": miras("moneta", "340m"),  # 412,846,592 parameters, 6.2 GiB
-    "moneta_760m": miras("moneta", "760m"),  # 871,713,792 parameters, 13.0 GiB
-    "moneta_1b": miras("moneta", "1b"),  # 1,200,572,992 parameters, 17.9 GiB
+    "moneta_170m": miras("moneta", "170m"),  # 169,956,864 parameters, 2.5 GiB
+    "moneta_340m": miras("moneta", "340m"),  # 342,329,856 parameters, 5.1 GiB
+    "moneta_760m": miras("moneta", "760m"),  # 758,860,800 parameters, 11.3 GiB
+    "moneta_1b": miras("moneta", "1b"),  # 1,297,828,416 parameters, 19.3 GiB
     # Moneta: L_p bias, L_q retention; then sliding-window attention
-    "moneta_h_170m": miras("moneta", "170m", HYBRID),  # 140,529,792 parameters, 2.1 GiB
-    "moneta_h_340m": miras("moneta", "340m", HYBRID),  # 390,997,760 parameters, 5.8 GiB
-    "moneta_h_760m": miras("moneta", "760m", HYBRID),  # 824,785,152 parameters, 12.3 GiB
-    "moneta_h_1b": miras("moneta", "1b", HYBRID),  # 1,121,204,512 parameters, 16.7 GiB
+    "moneta_h_170m": miras("moneta", "170m", HYBRID),  # 170,610,816 parameters, 2.5 GiB
+    "moneta_h_340m": miras("moneta", "340m", HYBRID),  # 339,355,392 parameters, 5.1 GiB
+    "moneta_h_760m": miras("moneta", "760m", HYBRID),  # 761,477,376 parameters, 11.3 GiB
+    "moneta_h_1b": miras("moneta", "1b", HYBRID),  # 1,303,394,592 parameters, 19.4 GiB
     # Yaad: Huber bias
-    "yaad_170m": miras("yaad", "170m"),  # 147,257,856 parameters, 2.2 GiB
-    "yaad_340m": miras("yaad", "340m"),  # 413,657,600 parameters, 6.2 GiB
-    "yaad_760m": miras("yaad", "760m"),  # 872,930,304 parameters, 13.0 GiB
-    "yaad_1b": miras("yaad", "1b"),  # 1,201,789,504 parameters, 17.9 GiB
+    "yaad_170m": miras("yaad", "170m"),  # 170,260,992 parameters, 2.5 GiB
+    "yaad_340m": miras("yaad", "340m"),  # 343,140,864 parameters, 5.1 GiB
+    "yaad_760m": miras("yaad", "760m"),  # 760,077,312 parameters, 11.3 GiB
+    "yaad_1b": miras("yaad", "1b"),  # 1,299,044,928 parameters, 19.4 GiB
     # Yaad: Huber bias; then sliding-window attention
-    "yaad_h_170m": miras("yaad", "170m", HYBRID),  # 140,681,856 parameters, 2.1 GiB
-    "yaad_h_340m": miras("yaad", "340m", HYBRID),  # 391,403,264 parameters, 5.8 GiB
-    "yaad_h_760m": miras("yaad", "760m", HYBRID),  # 825,393,408 parameters, 12.3 GiB
-    "yaad_h_1b": miras("yaad", "1b", HYBRID),  # 1,121,812,768 parameters, 16.7 GiB
+    "yaad_h_170m": miras("yaad", "170m", HYBRID),  # 170,762,880 parameters, 2.5 GiB
+    "yaad_h_340m": miras("yaad", "340m", HYBRID),  # 339,760,896 parameters, 5.1 GiB
+    "yaad_h_760m": miras("yaad", "760m", HYBRID),  # 762,085,632 parameters, 11.4 GiB
+    "yaad_h_1b": miras("yaad", "1b", HYBRID),  # 1,304,002,848 parameters, 19.4 GiB
     # Memora: Kullback-Leibler retention
-    "memora_170m": miras("memora", "170m"),  # 146,345,856 parameters, 2.2 GiB
-    "memora_340m": miras("memora", "340m"),  # 411,225,344 parameters, 6.1 GiB
-    "memora_760m": miras("memora", "760m"),  # 869,281,536 parameters, 13.0 GiB
-    "memora_1b": miras("memora", "1b"),  # 1,198,140,256 parameters, 17.9 GiB
+    "memora_170m": miras("memora", "170m"),  # 169,348,992 parameters, 2.5 GiB
+    "memora_340m": miras("memora", "340m"),  # 340,708,608 parameters, 5.1 GiB
+    "memora_760m": miras("memora", "760m"),  # 756,428,544 parameters, 11.3 GiB
+    "memora_1b": miras("memora", "1b"),  # 1,295,395,680 parameters, 19.3 GiB
     # Memora: Kullback-Leibler retention; then sliding-window attention
-    "memora_h_170m": miras("memora", "170m", HYBRID),  # 140,225,856 parameters, 2.1 GiB
-    "memora_h_340m": miras("memora", "340m", HYBRID),  # 390,187,136 parameters, 5.8 GiB
-    "memora_h_760m": miras("memora", "760m", HYBRID),  # 823,569,024 parameters, 12.3 GiB
-    "memora_h_1b": miras("memora", "1b", HYBRID),  # 1,119,988,144 parameters, 16.7 GiB
+    "memora_h_170m": miras("memora", "170m", HYBRID),  # 170,306,880 parameters, 2.5 GiB
+    "memora_h_340m": miras("memora", "340m", HYBRID),  # 338,544,768 parameters, 5.0 GiB
+    "memora_h_760m": miras("memora", "760m", HYBRID),  # 760,261,248 parameters, 11.3 GiB
+    "memora_h_1b": miras("memora", "1b", HYBRID),  # 1,302,178,224 parameters, 19.4 GiB
 }

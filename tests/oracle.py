@@ -13,12 +13,16 @@ LAYER_NORM_EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Rule:
-    """architecture "mlp" | "residual_mlp" | "gated_mlp", as deep as its weights; bias "l2" | "dot_product"."""
+    """architecture "mlp" | "residual_mlp" | "gated_mlp", as deep as its weights; bias "l2" | "dot_product".
+
+    forget_to_start: forgetting leads to the start weights, not to zero.
+    """
 
     architecture: str
     bias: str
     has_momentum: bool
     chunk_size: int
+    forget_to_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,8 @@ def memorize(
             )
             past = eta * state.momentum[matrix] if rule.has_momentum else 0.0
             new_momentum.append(past - theta * gradient)
-            new_weights.append((1 - alpha) * state.weights[matrix] + new_momentum[-1])
+            goal = np.array(params["weights"][matrix], np.float64) * rule.forget_to_start
+            new_weights.append(goal + (1 - alpha) * (state.weights[matrix] - goal) + new_momentum[-1])
         position = (state.position + 1) % rule.chunk_size
         state = State(new_weights, new_momentum, anchor, position)
         if position == 0:

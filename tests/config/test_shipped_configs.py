@@ -54,6 +54,16 @@ def test_config_is_valid_and_as_large_as_its_line_says(name):
         assert gibibytes == f"{16 * stated / 2**30:.1f}"
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_models_of_a_size_have_as_many_parameters(size):
+    """Within 2 % of each other, and the name says how many, but for 1b, which is the paper's 1.3B."""
+    counts = [count for name, (count, _) in STATED.items() if name.endswith(f"_{size}")]
+    assert len(counts) == (5 if size == "400m" else 11)
+    assert max(counts) < 1.02 * min(counts)
+    named = 1.3e9 if size == "1b" else float(size[:-1]) * 1e6
+    assert counts == pytest.approx([named] * len(counts), rel=0.05)
+
+
 @pytest.mark.parametrize("family", ["titans", "miras"])
 def test_the_table_of_sizes_in_a_docstring_is_true(family):
     """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""

@@ -15,6 +15,7 @@ from titans_jax.config import (
     OptimizerConfig,
     TrainingConfig,
     from_dict,
+    from_saved,
     leaves,
     to_dict,
 )
@@ -31,6 +32,16 @@ def test_json_round_trip():
     config = Config(model=ModelConfig(pattern=("mac", "window"), memory=MemoryConfig(momentum=False)))
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     assert from_dict({"model": {"dim": 512}}).model == ModelConfig(dim=512)
+
+
+def test_a_configuration_saved_before_a_field_existed_means_what_models_did_then():
+    config = Config(model=ModelConfig(dim=512, memory=MemoryConfig(preset="yaad")))
+    saved = to_dict(config)
+    assert from_saved(json.loads(json.dumps(saved))) == config
+    del saved["model"]["mac_write"], saved["model"]["memory"]["forget_to"], saved["model"]["memory"]["step_unit"]
+    memory = MemoryConfig(preset="yaad", forget_to="zero", step_unit="head_dim")
+    assert from_saved(saved).model == ModelConfig(dim=512, mac_write="attention", memory=memory)
+    assert from_saved({}).model.memory.step_unit == "head_dim"
 
 
 def test_every_field_is_documented():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
+from titans_jax.config import MemoryConfig, ModelConfig, memory_rule, step_size_bound
 from titans_jax.layers import NeuralMemory
 from titans_jax.layers.memory_gates import MemoryGates
 
@@ -27,9 +27,9 @@ def normal(seed, *shape):
 def test_gates_start_where_the_docstring_says():
     layer = memory_layer()
     _, _, gates = layer.gates(jnp.zeros((1, 1, 8)), None, jnp.zeros((1, 1, 2, 4)))
-    np.testing.assert_allclose(np.exp(gates.log_retention), 1 - 1 / (1 + np.exp(8)), rtol=1e-6)
+    np.testing.assert_allclose(np.exp(gates.log_retention), 1 - 1 / (1 + np.exp(5)), rtol=1e-6)
     np.testing.assert_allclose(np.exp(gates.log_momentum), 0.5, rtol=1e-6)
-    np.testing.assert_allclose(gates.step_size, 0.05 / 4, rtol=1e-6)
+    np.testing.assert_allclose(gates.step_size, 0.5 * step_size_bound(CONFIG), rtol=1e-6)
     assert gates.step_size.shape == (1, 1, 2, 2)  # one set per head and fast matrix
 
 
@@ -37,7 +37,7 @@ def test_gates_stay_in_range_whatever_the_input():
     layer = memory_layer()
     _, _, gates = layer.gates(1e6 * normal(0, 2, 5, 8), None, jnp.zeros((2, 5, 2, 4)))
     assert (gates.log_retention <= 0).all() and (gates.log_momentum <= 0).all()
-    assert (gates.step_size >= 0).all() and (gates.step_size <= CONFIG.memory.max_step_size / 4).all()
+    assert (gates.step_size >= 0).all() and (gates.step_size <= step_size_bound(CONFIG)).all()
 
 
 def test_sequences_start_after_the_persistent_tokens():

@@ -80,7 +80,7 @@ class Model:
         segment, prefix = self.config.segment, self.persistent(p)
         x = rms_norm(x, p["norm", "scale"])
         queries = self.features(p, "query", x, None)
-        states, ys, out = self.start(p), np.zeros((0, self.config.dim)), []
+        states, zs, out = self.start(p), np.zeros((0, self.config.dim)), []
         for t in range(len(x)):
             first = t - t % segment
             if t == first:
@@ -90,9 +90,12 @@ class Model:
             rows = np.array([row for pair in zip(*context, strict=True) for row in pair])
             positions = list(range(t - first + 1)) * 2
             y = self.attend(p, x[t : t + 1], [t - first], rows, positions, prefix)
-            ys = np.concatenate([ys, y])
-            reads, states = self.write(p, ys, slice(t, t + 1), states)
-            out.append(self.merge(p, y, self.leave(p, y, reads))[0])
+            z = y
+            if self.config.mac_write == "residual":
+                z = rms_norm(x[t] + y, p["write_norm", "scale"])
+            zs = np.concatenate([zs, z])
+            reads, states = self.write(p, zs, slice(t, t + 1), states)
+            out.append(self.merge(p, y, self.leave(p, z, reads))[0])
         return np.array(out)
 
     def merge(self, p, content, gate):
@@ -131,7 +134,8 @@ class Model:
     def rule(self):
         memory = self.config.memory
         architecture = {"linear": "mlp", None: "residual_mlp"}.get(memory.architecture, memory.architecture)
-        return oracle.Rule(architecture, "l2", memory.momentum is not False, memory.chunk_size)
+        to_start = memory.forget_to == "start" and architecture != "linear"
+        return oracle.Rule(architecture, "l2", memory.momentum is not False, memory.chunk_size, to_start)
 
     def slow(self, p, head):
         weights = [value for _, value in sorted((k, v) for k, v in p.items() if k[:2] == ("memory", "start_weights"))]

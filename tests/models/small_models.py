@@ -15,8 +15,10 @@ CHUNK, SEGMENT, WINDOW, TIME, VOCAB, MAX_LENGTH = 4, 8, 6, 19, 32, 32
 
 
 def config(*pattern, memory=None, **fields):
-    """Two heads of 8, depth 2; every border falls inside TIME tokens."""
-    memory = MemoryConfig(**{"chunk_size": CHUNK, "expansion": 2} | (memory or {}))
+    """Two heads of 8, depth 2; every border falls inside TIME tokens. The step sizes' unit is the one that is not
+    measured, which would be compiled for every rule."""
+    memory = {"chunk_size": CHUNK, "expansion": 2, "step_unit": "head_dim", "max_step_size": 0.1} | (memory or {})
+    memory = MemoryConfig(**memory)
     defaults = {
         "dim": 16,
         "depth": 2,

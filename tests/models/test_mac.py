@@ -32,7 +32,7 @@ def test_attention_as_a_kernel_changes_nothing(monkeypatch):
 
 
 @pytest.mark.slow
-def test_written_in_the_residual_stream():
+def test_written_with_a_residual_around_the_attention():
     """Reading in pieces equals reading at once, and no token changes what is before it."""
     with jax.enable_x64(True):
         model, tokens = small.build(small.config("mac", depth=1, mac_write="residual")), small.tokens()

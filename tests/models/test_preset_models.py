@@ -1,5 +1,7 @@
 """Every memory rule inside a whole model: streaming equals training, and every parameter learns."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,10 +19,20 @@ def model_of(preset, *pattern):
 
 def test_a_configuration_names_what_is_registered():
     for name, preset in PRESETS.items():
-        config = MemoryConfig(preset=name)
+        config = MemoryConfig(preset=name, forget_to="zero")
         assert name == preset.name and gate_choices(config) == preset.gates
         assert memory_rule(config) == preset.make()
     assert gate_choices(MemoryConfig(preset="mamba2")) == memory.GateChoices("rate", "rate")
+
+
+def test_what_has_a_learned_start_forgets_to_it():
+    """Unless told otherwise, and then its gates start to forget as early as those of linear memories."""
+    for name, preset in PRESETS.items():
+        config = MemoryConfig(preset=name)
+        learned = preset.make().learned_start
+        assert memory_rule(config) == dataclasses.replace(preset.make(), forget_to_start=learned)
+        assert gate_choices(config).forget_bias == (-5.0 if learned else preset.gates.forget_bias)
+        assert gate_choices(dataclasses.replace(config, forget_bias=-3.0)).forget_bias == -3.0
 
 
 def test_fields_of_a_configuration_set_arguments_of_the_parts_it_names():

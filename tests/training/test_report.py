@@ -12,7 +12,7 @@ from titans_jax.training.diagnostics import ignored, plot_memory, warnings
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.stop import StopRequest
 
-MODEL = ModelConfig(memory=MemoryConfig(max_step_size=0.64))
+MODEL = ModelConfig(memory=MemoryConfig(max_step_size=0.64, step_unit="head_dim"))
 HEALTHY = {
     "retention": np.array([0.98, 0.5]),
     "momentum": np.array([0.5, 0.9]),
@@ -83,7 +83,7 @@ def test_memories_are_ignored_that_know_much_and_gain_nothing(shares, gain, is_i
 
 def test_a_memory_without_momentum_has_no_warning_about_it():
     without = {name: value for name, value in HEALTHY.items() if name != "momentum"}
-    assert warnings(without, dataclasses.replace(MODEL, memory=MemoryConfig(momentum=False, max_step_size=0.64))) == []
+    assert warnings(without, dataclasses.replace(MODEL, memory=dataclasses.replace(MODEL.memory, momentum=False))) == []
 
 
 def test_metrics_survive_a_cut_line_and_drop_what_is_repeated(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from tests.training.tiny import MODEL, tiny_config
-from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_dict
+from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_dict, step_size_bound
 from titans_jax.data import DataError
 from titans_jax.evaluation import evaluate_run
 from titans_jax.models import without_writes
@@ -211,7 +211,7 @@ def test_a_model_with_memory_reports_on_it(tmp_path):
     losses = [evaluate_run(some, batches=2).bits_per_byte for some in (load, unwritten)]
     assert losses[1] - losses[0] == pytest.approx(gains[-1], abs=1e-4)
     assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert 0 < line["retention"][0] < 1 and 0 < line["step_size"][0] < model.memory.max_step_size / model.head_dim
+    assert 0 < line["retention"][0] < 1 and 0 < line["step_size"][0] < step_size_bound(model)
 
 
 def command(run_dir: Path, *overrides: str) -> list[str]:

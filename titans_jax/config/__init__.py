@@ -1,7 +1,7 @@
 """The configuration of one experiment: its fields, what is refused, the command line, and the papers' settings."""
 
 from titans_jax.config.extensions import import_extensions, import_file
-from titans_jax.config.rules import gate_choices, memory_rule, registered
+from titans_jax.config.rules import gate_choices, memory_rule, registered, step_size_bound
 from titans_jax.config.schema import (
     Config,
     ConfigError,
@@ -14,6 +14,7 @@ from titans_jax.config.schema import (
     ProfileConfig,
     TrainingConfig,
     from_dict,
+    from_saved,
     leaves,
     to_dict,
     unknown_field,
@@ -33,12 +34,14 @@ __all__ = [
     "TrainingConfig",
     "did_you_mean",
     "from_dict",
+    "from_saved",
     "gate_choices",
     "import_extensions",
     "import_file",
     "leaves",
     "memory_rule",
     "registered",
+    "step_size_bound",
     "to_dict",
     "unknown_field",
 ]

@@ -17,6 +17,7 @@ from titans_jax.config import (
 class Size:
     """A row of Titans' Table 5 (NeurIPS text), the tokens it was trained on, and the machine the batch is cut for."""
 
+    parameters: float
     depth: int
     dim: int
     num_heads: int
@@ -27,17 +28,25 @@ class Size:
     topology: str
     """The TPU slice that the batch is cut for."""
 
+    @property
+    def shares_embeddings(self) -> bool:
+        """Whether embedding and head are one matrix: from 340m on, or nothing would be left for MAC's feed-forward."""
+        return self.parameters > 200e6
+
 
 SIZES = {
-    "170m": Size(12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4"),
-    "340m": Size(24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
-    # The paper has results for 400M but no row: depth, head width and learning rate of its neighbour, one step wider.
-    "400m": Size(24, 1152, 18, 1.5e-3, 15e9, 8, "v5e:2x4"),
-    "760m": Size(24, 1536, 16, 1.25e-3, 30e9, 8, "v5e:4x4"),
-    "1b": Size(18, 2048, 8, 7e-4, 100e9, 4, "v5e:4x8"),
+    "170m": Size(170e6, 12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4"),
+    "340m": Size(340e6, 24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
+    # The paper has results for 400M but no row: that of its neighbour, with a wider feed-forward.
+    "400m": Size(400e6, 24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
+    "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9, 8, "v5e:4x4"),
+    "1b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9, 4, "v5e:4x8"),
 }
 """The last is the paper's 1.3B. Miras has the rows 170m, 340m and 760m (there 780M) and names 1.3B without a row."""
 
+MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 10, "mag": 10, "mal": 9}
+"""Matrices of dim x dim in a block, beside those of its feed-forward."""
+VOCABULARY = 32000
 ROWS, LENGTH = 128, 4096  # half a million tokens a step
 WARMUP_TOKENS = 1e9
 
@@ -57,8 +66,9 @@ def experiment(size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_pe
 
     Memories of two matrices, expansion 4, chunk 16; segment 512, window 2048; AdamW with weight decay 0.1, clipped at
     1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given
-    by --data.tokenizer. Not in the papers: the width of SwiGLU (8/3 of the model's), the final learning rate (a tenth
-    of the peak), how often to evaluate and save. Parameters are sharded over all devices.
+    by --data.tokenizer. Not in the papers: the width of SwiGLU, here what gives all models of a size as many
+    parameters (`hidden_dim`); shared embeddings, which the sizes from 340m need; the final learning rate (a tenth of
+    the peak), how often to evaluate and save. Parameters are sharded over all devices.
     """
     row = SIZES[size]
     return Config(
@@ -68,7 +78,9 @@ def experiment(size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_pe
             depth=row.depth,
             num_heads=row.num_heads,
             head_dim=row.dim // row.num_heads,
-            vocab_size=32000,
+            vocab_size=VOCABULARY,
+            hidden_dim=hidden_dim(row, pattern),
+            tie_embeddings=row.shares_embeddings,
             segment=512,
             window=2048,
             num_persistent=num_persistent,
@@ -91,3 +103,18 @@ def experiment(size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_pe
         ),
         mesh=MeshConfig(data=1, fsdp=-1, topology=row.topology),
     )
+
+
+def hidden_dim(row: Size, pattern: tuple[str, ...]) -> int:
+    """The width inside SwiGLU that brings a model to the parameters of its size, a multiple of 64.
+
+    Models of one size are compared, so they have as many parameters (within 2 %) at the depth and width of the papers'
+    table, and what a block of two parts spends on its parts is missing in its feed-forward.
+    """
+    embeddings = VOCABULARY * row.dim * (1 if row.shares_embeddings else 2)
+    matrices = sum(MATRICES[block] for block in pattern) / len(pattern)
+    with_memory = sum(block not in ("attention", "window") for block in pattern) / len(pattern)
+    # The start of the memories, two matrices of expansion 4 a head, and some gates and persistent tokens.
+    memory = with_memory * row.dim * (8 * row.dim / row.num_heads + 6 * row.num_heads + 128)
+    block = (row.parameters - embeddings) / row.depth - matrices * row.dim**2 - memory
+    return round(block / (3 * row.dim) / 64) * 64

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_jax.config.schema import ConfigError, MemoryConfig
+from titans_jax.config.schema import ConfigError, MemoryConfig, ModelConfig
 from titans_jax.registry import PACKAGE, did_you_mean
 
 if TYPE_CHECKING:
@@ -41,8 +41,21 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     Raises:
       ConfigError: there is no such preset.
     """
-    gates = _preset(config).gates
-    return gates if config.forget_bias is None else dataclasses.replace(gates, forget_bias=config.forget_bias)
+    from titans_jax.memory.rule.gate_choices import OPEN_BIAS
+
+    gates, bias = _preset(config).gates, config.forget_bias
+    if bias is None and memory_rule(config).forget_to_start:
+        bias = OPEN_BIAS
+    return gates if bias is None else dataclasses.replace(gates, forget_bias=bias)
+
+
+def step_size_bound(model: ModelConfig) -> float:
+    """The largest step size of a memory whose gate is bounded, as its gradients are multiplied by."""
+    from titans_jax.memory.step_unit import error_removed
+
+    memory = model.memory
+    unit = model.head_dim if memory.step_unit == "head_dim" else error_removed(memory_rule(memory), model.head_dim)
+    return memory.max_step_size / unit
 
 
 def _memory_rule(config: MemoryConfig) -> "MemoryRule":
@@ -67,9 +80,10 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
                 "knows no momentum: leave it None"
             )
         choices["algorithm"] = algorithms.momentum() if config.momentum else plain
-    if config.forget_to == "start":
-        choices["forget_to_start"] = True
-    return dataclasses.replace(rule, **choices)
+    rule = dataclasses.replace(rule, **choices)
+    # Linear recurrent models start from zero, and a lag token is defined by the weights themselves.
+    to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags
+    return dataclasses.replace(rule, forget_to_start=to_start)
 
 
 def _make(make: Callable[..., Any], config: MemoryConfig) -> Any:

@@ -7,8 +7,9 @@ compiled or written. Nothing here needs jax.
 """
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,13 +55,17 @@ class MemoryConfig:
     form: Literal["auto", "fused", "chunked", "associative", "recurrent"] = "auto"
     """Which implementation runs the rule in training: `auto` is `fused`, one kernel, on TPUs, and `chunked` elsewhere.
     Never changes the numbers beyond rounding."""
-    max_step_size: float = 0.1
-    """theta_max: the step size of Titans is theta_max / head_dim * sigmoid(gate) (memory/README.md, Gates)."""
-    forget_to: Literal["zero", "start"] = "zero"
-    """Where forgetting leads: to zero weights (the papers' letter), or back to the learned start, which keeps a memory
-    behind a norm stable at any length."""
+    max_step_size: float = 1.0
+    """theta_max, the largest step: the step size of Titans is theta_max * sigmoid(gate), in units of `step_unit`."""
+    step_unit: Literal["error", "head_dim"] = "error"
+    """What a step size of 1 is: the one with which a write to a fresh memory removes all of its token's error, whatever
+    the memory; or 1 / head_dim, as in TTT (memory/README.md, Gates)."""
+    forget_to: Literal["start", "zero"] = "start"
+    """Where forgetting leads: back to the learned start, where there is one, which keeps a memory behind a norm stable
+    at any length; or to zero weights, the papers' letter."""
     forget_bias: float | None = None
-    """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None is the preset's."""
+    """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
+    preset's own where forgetting leads to zero."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 
@@ -92,9 +97,9 @@ class ModelConfig:
     """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64."""
     segment: int = 512
     """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
-    mac_write: Literal["attention", "residual"] = "attention"
-    """What MAC's memory is given: attention's output (the papers' letter), or norm(stream + attention's output), which
-    tells tokens apart."""
+    mac_write: Literal["residual", "attention"] = "residual"
+    """What MAC's memory is given: norm(x + attention's output), x the attention's input, which tells tokens apart; or
+    attention's output alone (the papers' letter)."""
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16
@@ -290,6 +295,32 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
         nested = dataclasses.is_dataclass(value)
         found |= leaves(value, f"{prefix}{f.name}.") if nested else {prefix + f.name: value}
     return found
+
+
+BEFORE: Mapping[str, Any] = {
+    "model.mac_write": "attention",
+    "model.memory.forget_to": "zero",
+    "model.memory.step_unit": "head_dim",
+}
+"""What models did before these fields existed: a configuration that was saved without them means this."""
+
+
+def from_saved(values: dict[str, Any]) -> Config:
+    """The configuration that `to_dict` once made, by this version or an earlier one; raises as `from_dict`."""
+    config = from_dict(values)
+    for name, value in BEFORE.items():
+        *path, field = name.split(".")
+        if field not in functools.reduce(lambda tree, part: tree.get(part, {}), path, values):
+            config = replaced(config, path, field, value)
+    return config
+
+
+def replaced(config: Any, path: list[str], field: str, value: Any) -> Any:
+    """The configuration with another value of a field, `path` being the names of the dataclasses down to it."""
+    if not path:
+        return dataclasses.replace(config, **{field: value})
+    first, *rest = path
+    return dataclasses.replace(config, **{first: replaced(getattr(config, first), rest, field, value)})
 
 
 def unknown_field(name: str, fields: Iterable[str] | None = None) -> ConfigError:

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax import memory
-from titans_jax.config import ModelConfig, gate_choices
+from titans_jax.config import ModelConfig, gate_choices, step_size_bound
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate
@@ -33,7 +33,7 @@ class MemoryGates(nnx.Module):
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, rngs: nnx.Rngs):
         choices = gate_choices(config.memory)
         self.choices, self.steps, self.dtype = choices, rule.algorithm.steps, param_dtype(config)
-        self.max_step_size = config.memory.max_step_size / config.head_dim
+        self.config = config
         heads, dtype = config.num_heads, self.dtype
 
         scalars = choices.scalar_logits(rule, config.head_dim)
@@ -141,7 +141,7 @@ class MemoryGates(nnx.Module):
         match self.choices.step_size_gate:
             case LearnedGate() as gate:
                 size = gate.function(logits["step_size"])
-                return self.max_step_size * size if gate.bounded else size
+                return step_size_bound(self.config) * size if gate.bounded else size
             case Rate():
                 return self.rate_step(logits)
             case ConstantGate() as gate:

@@ -1,16 +1,16 @@
 """MAC: memory as context (Titans eq 21-25).
 
-Per segment of `config.segment` tokens, x being its normalised rows, s the stream they are of, and M the memory that the
-segments before left:
+Per segment of `config.segment` tokens, x being its normalised rows and M the memory that the segments before left:
 
     h = norm(M(q(x)))                        read only: what the past says about every token of the segment
     y = attention(x; [P | h | x])            token i sees P, and h_j and x_j for j <= i
-    z = norm(s + y)                          what is written: attention's output in the block's residual stream
+    z = norm(x + y)                          what is written: attention's output with a residual around it
     m = read of the memory at q(z), after writing k(z), v(z)     token t reads its own write and none later
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
-The papers write y itself (`mac_write` "attention", z = y, the default), which is a mean over tokens and says poorly
-which one it is of; `mac_write` "residual" is the z above.
+The papers write y itself (`mac_write` "attention", z = y), which is a mean over tokens and says poorly which one it is of:
+what is written cannot be found again (memory/README.md, What was tried). They also say that blocks have residual
+connections; here is one.
 
 Readings where the paper is open or would leak the future (memory/README.md, Readings): one h per token, seen causally;
 the last read is per token, with its own query q(z); only the segment's rows are written, not P or h; the gate is MAG's;
@@ -58,13 +58,13 @@ class Rows(NamedTuple):
     """What x alone decides: queries of memory and of attention, keys and values of x.
 
     All [b, t, heads head_dim]: a scan's inputs and outputs lie in memory as they are, and narrow heads fill no tile.
-    stream: the block's input, None where attention's output alone is written.
+    residual: the block's normalised input, None where attention's output alone is written.
     """
 
     recall: jax.Array
     queries: jax.Array
     past: KeyValues
-    stream: jax.Array | None
+    residual: jax.Array | None
 
 
 class MACState(NamedTuple):
@@ -115,7 +115,8 @@ class MAC(Block):
             y, reads, state, report = jax.lax.cond(
                 state.index == 0, lambda: self._segments(x, state), lambda: self._token_by_token(x, state)
             )
-        x = x + self.merge(y, self.memory.output(self._written(x, y), self.attention.by_head(reads)))
+        written = self._written(self.norm(x), y)
+        x = x + self.merge(y, self.memory.output(written, self.attention.by_head(reads)))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
@@ -243,14 +244,15 @@ class MAC(Block):
     ) -> tuple[Rows, jax.Array]:
         """What the block's input x [b, t, dim] at `positions` [t] of its segment decides alone, and the next
         convolution tail."""
-        normed, stream = self.norm(x), None if self.write_norm is None else self.attention.by_head(x)
+        normed = self.norm(x)
+        residual = None if self.write_norm is None else self.attention.by_head(normed)
         recall, tail = self.memory.query(normed, tail, documents, initial_tail)
         queries, past = self.attention.queries(normed, positions), self.attention.key_values(normed, positions)
-        return jax.tree.map(side_by_side, Rows(recall, queries, past, stream)), tail
+        return jax.tree.map(side_by_side, Rows(recall, queries, past, residual)), tail
 
-    def _written(self, stream: jax.Array | None, y: jax.Array) -> jax.Array:
-        """What the memory is given, [b, t, dim], of the block's input and attention's output."""
-        return y if self.write_norm is None else self.write_norm(stream + y)
+    def _written(self, residual: jax.Array | None, y: jax.Array) -> jax.Array:
+        """What the memory is given, [b, t, dim], of the block's normalised input and attention's output."""
+        return y if self.write_norm is None else self.write_norm(residual + y)
 
     def _attend_and_write(
         self,
@@ -290,7 +292,7 @@ class MAC(Block):
 
         rule = self.memory.rule
         written = dataclasses.replace(memory.memory, position=index * rule.algorithm.steps % rule.chunk_size)
-        z = self._written(None if rows.stream is None else side_by_side(rows.stream), y)
+        z = self._written(None if rows.residual is None else side_by_side(rows.residual), y)
         reads, memory, report = self.memory.memorize(z, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
         return memory, (y, side_by_side(reads), context, report)

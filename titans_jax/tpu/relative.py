@@ -17,6 +17,7 @@ from titans_jax.config import Config, MeshConfig
 from titans_jax.ops.chips import Generation
 from titans_jax.tpu.compile import DoesNotFit, Report, compile_step
 from titans_jax.tpu.topology import Topology, slice_shapes
+from titans_jax.training.run import count_params, with_parameters
 
 TOKENS = 8192
 """Tokens a chip takes at once, as the configurations of the papers cut their batches; more where a row is longer."""
@@ -67,11 +68,11 @@ def compare(
 
 
 def _compile(config: Config, block: str, topology: Topology, length: int) -> Report | None:
-    """The report of a model of these blocks, None if it does not fit."""
-    chips = topology.chips
+    """The report of a model of these blocks with as many parameters as config's, None if it does not fit."""
+    chips, model = topology.chips, dataclasses.replace(config.model, pattern=(block,))
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, pattern=(block,)),
+        model=with_parameters(model, count_params(config.model)),
         data=dataclasses.replace(config.data, sequence_length=length, batch_size=max(TOKENS // length, 1) * chips),
         training=dataclasses.replace(config.training, gradient_accumulation=1),
         mesh=MeshConfig(data=1, fsdp=-1),

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from titans_jax.config import Config, ConfigError, from_dict, leaves, to_dict
+from titans_jax.config import Config, ConfigError, from_saved, leaves, to_dict
 from titans_jax.errors import TitansError
 from titans_jax.sharding import processes
 
@@ -103,7 +103,7 @@ class Checkpoints:
         """The configuration in the latest checkpoint that can be read; None without checkpoints."""
         for step in self.steps():
             try:
-                return from_dict(self._run(step)["config"])
+                return from_saved(self._run(step)["config"])
             except Exception:  # `restore` says so
                 continue
         return None

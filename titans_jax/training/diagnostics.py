@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from titans_jax.config import ModelConfig, gate_choices, memory_rule
+from titans_jax.config import ModelConfig, gate_choices, memory_rule, step_size_bound
 from titans_jax.plots import panels
 from titans_jax.training.metrics import read_metrics
 
@@ -57,7 +57,7 @@ def warnings(diagnostics: Diagnostics, model: ModelConfig, before: Diagnostics |
     learned start is more than `GROWTH` times that of random ones. Broken: inner loss or norm are not finite.
     """
     found = []
-    bound = step_size_bound(model) or float("nan")  # nothing compares with NaN
+    bound = bound_of_steps(model) or float("nan")  # nothing compares with NaN
     share, moved = diagnostics.get("explained_share"), diagnostics.get("update_norm")
     derived = dict(diagnostics)
     if share is not None:
@@ -104,9 +104,9 @@ def ignored(explained_share: np.ndarray | None, gain: float) -> list[str]:
     ]
 
 
-def step_size_bound(model: ModelConfig) -> float | None:
+def bound_of_steps(model: ModelConfig) -> float | None:
     """The largest step size that a gate can give, where it has a bound."""
-    return model.memory.max_step_size / model.head_dim if gate_choices(model.memory).bounded else None
+    return step_size_bound(model) if gate_choices(model.memory).bounded else None
 
 
 def plot_memory(run_dir: Path, model: ModelConfig) -> None:
@@ -114,7 +114,7 @@ def plot_memory(run_dir: Path, model: ModelConfig) -> None:
     lines = list(read_metrics(run_dir))
     gains = [(x["step"], x["memory_gain"]) for x in lines if x["kind"] == "validation" and "memory_gain" in x]
     reports = [line for line in lines if line["kind"] == "memory"]
-    bound = step_size_bound(model)
+    bound = bound_of_steps(model)
     panels_of = {
         "explained_share": ("explained share", 1.0),
         "inner_loss": ("inner loss", 1.0),

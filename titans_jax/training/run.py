@@ -4,6 +4,7 @@ A run folder holds `checkpoints/` (each with the configuration it was trained wi
 people), `metrics.jsonl`, `tensorboard/`, `loss.png`, `memory.png` of a model with memory, and `sample.txt`.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,13 @@ def check_vocabulary(config: Config, tokenizer: data.Tokenizer) -> None:
             f"model.vocab_size is {config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocab_size} tokens; use model.vocab_size {works}"
         )
+
+
+def with_parameters(config: ModelConfig, count: int) -> ModelConfig:
+    """The model with the feed-forward, a multiple of 64 wide, that brings it nearest to so many parameters."""
+    narrow, wide = (count_params(dataclasses.replace(config, hidden_dim=width)) for width in (64, 128))
+    steps = round((count - narrow) / (wide - narrow))
+    return dataclasses.replace(config, hidden_dim=64 * max(1, 1 + steps))
 
 
 def count_params(config: ModelConfig) -> int:

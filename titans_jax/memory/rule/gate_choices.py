@@ -20,11 +20,12 @@ import jax.numpy as jnp
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 
-# alpha = sigmoid(. - 8): a memory starts by keeping all but 3e-4 per token. Behind a norm, forgetting only shrinks the
-# weights, and every gradient grows with it, until training explodes (-4 would be a factor of 50 in 220 tokens). The
-# gates learn to forget.
+# alpha = sigmoid(. - 8): a memory that forgets towards zero starts by keeping all but 3e-4 per token. Behind a norm,
+# forgetting only shrinks the weights, and every gradient grows with it, until training explodes (-4 would be a factor
+# of 50 in 220 tokens). The gates learn to forget.
 FORGET_BIAS = -8.0
-# Memories without a norm of their own start to forget within some hundred tokens.
+# Memories without a norm of their own, and those that forget towards their start, begin by forgetting within some
+# hundred tokens.
 OPEN_BIAS = -5.0
 SOFTPLUS_ONE = math.log(math.expm1(1.0))
 """softplus of it is 1."""
@@ -35,7 +36,7 @@ class LearnedGate:
     """A gate that is a function of a logit, elementwise: the step size, or the logarithm of the retention (<= 0).
 
     start: the logit's bias at first. bounded: the function is in [0, 1], and its product with
-    `MemoryConfig.max_step_size` / head_dim is the step size.
+    `MemoryConfig.max_step_size`, in its unit, is the step size.
     """
 
     function: Callable[[jax.Array], jax.Array]
@@ -143,7 +144,7 @@ class GateChoices:
 
     retention: "forget", 1 - sigmoid of a logit per matrix (Titans); "rate", exp(-A step) with a step softplus of a
     logit (Mamba2); "retnet" and "lightning", constants per head; "keep", 1.
-    step_size: "bounded", max_step_size / head_dim * sigmoid per matrix (Titans); "sigmoid", "softplus", "double" (2
+    step_size: "bounded", max_step_size * sigmoid per matrix (Titans); "sigmoid", "softplus", "double" (2
     sigmoid, so that a DeltaNet step can turn over); "rate", the step of the retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
     (exp(-e^(-1/2) sigmoid)), or None.
@@ -211,7 +212,7 @@ class GateChoices:
 
     @property
     def bounded(self) -> bool:
-        """Whether the step size has the bound max_step_size / head_dim."""
+        """Whether the step size has a bound, max_step_size in its unit."""
         return getattr(self.step_size_gate, "bounded", False)
 
     @property
