@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tyro.conf import Positional
 
@@ -89,31 +89,64 @@ class EvaluateOptions:
     """The folder that training wrote."""
     tasks: Positional[tuple[str, ...]] = ("perplexity",)
     """What to measure: names of evaluators. perplexity: loss, bits per byte and perplexity on the run's held-out text.
+    positions: bits per byte by position in a text far longer than a training row, with the state carried on and with it
+    emptied at every window; writes positions.csv, .json and .png into the run's folder.
     """
+    memory: Literal["on", "off", "fresh"] = "on"
+    """off: memories are read at their start and never written. fresh: tasks that carry a state from window to window
+    (positions) empty it at every window; for others the same as on."""
     batches: int | None = None
     """Batches to read; None reads all."""
+    length: int = 32768
+    """positions: tokens of a row."""
+    text: Path | None = None
+    """positions: the file to read; None reads the run's validation documents, one after another."""
     json: bool = False
     """Print one JSON object instead of lines."""
 
 
 def evaluate(arguments: list[str]) -> None:
-    """titans evaluate RUN [TASK ...] [--json]"""
+    """titans evaluate RUN [TASK ...] [--memory on|off|fresh] [--json]"""
     options = parse("titans evaluate", EvaluateOptions, arguments)
     _cache_compilations()
     from titans_jax.config import registered
-    from titans_jax.evaluation import EVALUATORS
+    from titans_jax.evaluation import EVALUATORS, EvaluationOptions
+    from titans_jax.models import has_memory, without_writes
 
     run = _load_run(options.run)
     evaluators = {task: registered(EVALUATORS, "tasks", task) for task in options.tasks}
-    numbers: dict[str, float] = {"step": run.step}
+    if options.memory == "off":
+        if not has_memory(run.config.model):
+            raise ConfigError(
+                f"memory is 'off', but the model of {options.run} has none (model.pattern is "
+                f"{run.config.model.pattern!r}); use on"
+            )
+        run = dataclasses.replace(run, graphdef=without_writes(run.graphdef))
+    asked = EvaluationOptions(options.batches, options.memory, options.length, options.text)
+    numbers: dict[str, Any] = {"step": run.step}
     for task, measure in evaluators.items():
         prefix = f"{task}/" if len(evaluators) > 1 else ""
-        numbers |= {prefix + name: value for name, value in measure(run, options.batches).items()}
-    if options.json:
-        print(json.dumps(numbers))
-    else:
-        width = max(14, *(len(name) + 2 for name in numbers))
-        print("\n".join(f"{name.replace('_', ' '):{width}}{value:,.6g}" for name, value in numbers.items()))
+        numbers |= {prefix + name: value for name, value in measure(run, asked).items()}
+    print(json.dumps(numbers)) if options.json else _print_numbers(numbers)
+
+
+def _print_numbers(numbers: dict[str, Any]) -> None:
+    """Results of evaluators: a line for every number, a table for every list of rows."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    width = max(14, *(len(name) + 2 for name in numbers))
+    for name, value in numbers.items():
+        if not isinstance(value, list):
+            print(f"{name.replace('_', ' '):{width}}{value:,.6g}")
+            continue
+        table = Table(title=name.replace("_", " "), title_justify="left", box=box.SIMPLE)
+        for column in value[0]:
+            table.add_column(column.replace("_", " "), justify="right")
+        for row in value:
+            table.add_row(*(f"{x:,}" if isinstance(x, int) else f"{x:,.4f}" for x in row.values()))
+        Console().print(table)
 
 
 def data(arguments: list[str]) -> None:

@@ -77,11 +77,14 @@ def test_diagnostics_are_means_over_what_is_not_padding():
         model, tokens = small.build(config), small.tokens(time=16)
         report = small.compiled(lambda t, s: model(t, s, return_diagnostics=True)[1])
         full = report(tokens, jnp.ones((2, 16), jnp.int32))
-        assert set(full) == {"retention", "momentum", "step_size", "inner_loss", "weight_norm"}
+        assert set(full) == {
+            "retention", "momentum", "step_size", "inner_loss", "explained_share", "update_norm", "weight_norm"
+        }  # fmt: skip
         assert all(value.shape == (4,) for value in full.values())
         assert ((full["retention"] > 0) & (full["retention"] < 1)).all()
         assert ((full["step_size"] > 0) & (full["step_size"] < config.memory.max_step_size / config.head_dim)).all()
-        assert (full["inner_loss"] > 0).all()
+        assert (full["inner_loss"] > 0).all() and (full["explained_share"] < 1).all()
+        assert (full["update_norm"] > 0).all()
         ids = jnp.where(jnp.arange(16, dtype=jnp.int32) < 11, 1, 0)[None] * jnp.ones((2, 1), jnp.int32)
         padded = report(tokens, ids)
         other = report(jnp.where(ids > 0, tokens, 0), ids)

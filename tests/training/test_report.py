@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from titans_jax.config import MemoryConfig, ModelConfig
-from titans_jax.training.diagnostics import warnings
+from titans_jax.training.diagnostics import ignored, plot_memory, warnings
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.stop import StopRequest
 
@@ -18,6 +18,8 @@ HEALTHY = {
     "momentum": np.array([0.5, 0.9]),
     "step_size": np.array([0.005, 0.002]),
     "inner_loss": np.array([0.3, 0.1]),
+    "explained_share": np.array([0.4, -0.5]),
+    "update_norm": np.array([2.0, 5.0]),
     "weight_norm": np.array([16.0, 20.0]),
 }
 
@@ -36,11 +38,47 @@ def test_healthy_memories_give_no_warning():
         ("momentum", 0.9995, "memory layer 1 is saturated: its mean momentum is 0.9995"),
         ("inner_loss", np.nan, "memory layer 1 is broken: its inner loss is nan"),
         ("weight_norm", np.inf, "memory layer 1 is broken: its weight norm is inf"),
+        ("explained_share", 0.002, "memory layer 1 is inert: its writes explain 0.002 of the values"),
+        ("update_norm", 1e-3, "memory layer 1 is inert: its writes move its weights by 5e-05 of their norm"),
+        ("explained_share", -50000.0, "memory layer 1 is exploding: its inner loss is 5e+04 times that of the best"),
+        ("weight_norm", 5000.0, "memory layer 1 is exploding: its weights are 280 times as large as random ones"),
     ],
 )
 def test_sick_memories_are_named(name, value, sentence):
     (warning,) = warnings(HEALTHY | {name: np.array([HEALTHY[name][0], value])}, MODEL)
     assert sentence in warning
+
+
+@pytest.mark.parametrize("before, exploding", [(-90.0, False), (-40.0, True), (0.5, True)])
+def test_a_loss_above_that_of_a_constant_is_an_explosion_if_it_grows(before, exploding):
+    """A young memory's reads are too large: that alone is no explosion."""
+    now = HEALTHY | {"explained_share": np.array([0.4, -100.0])}
+    assert warnings(now, MODEL) == []
+    found = warnings(now, MODEL, HEALTHY | {"explained_share": np.array([0.4, before])})
+    assert [("is exploding: its inner loss is 101 times" in sentence) for sentence in found] == [True] * exploding
+
+
+def test_growth_of_a_memory_that_starts_from_zero_is_no_warning():
+    """It sums what it reads, and has no size to start from."""
+    linear = dataclasses.replace(MODEL, memory=MemoryConfig(preset="deltanet"))
+    assert warnings(HEALTHY | {"weight_norm": np.array([16.0, 5000.0])}, linear) == []
+
+
+@pytest.mark.parametrize(
+    "shares, gain, is_ignored",
+    [
+        ([0.4, 0.0], 0.0003, True),
+        ([0.4, 0.0], -0.0003, True),
+        ([0.4, 0.0], 0.02, False),
+        ([0.05, 0.0], 0.0003, False),
+        ([0.4, 0.0], np.nan, False),
+        (None, 0.0003, False),
+    ],
+)
+def test_memories_are_ignored_that_know_much_and_gain_nothing(shares, gain, is_ignored):
+    found = ignored(None if shares is None else np.array(shares), gain)
+    assert len(found) == is_ignored
+    assert all("the memories are ignored: they explain up to 40% of their values" in sentence for sentence in found)
 
 
 def test_a_memory_without_momentum_has_no_warning_about_it():
@@ -67,6 +105,19 @@ def test_picture_of_a_run_with_one_line(tmp_path):
         writer.write("train", 1, {"bits_per_byte": 8.0})
     plot_losses(tmp_path)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layers", [1, 3, 20])
+def test_picture_of_memories(tmp_path, layers):
+    """With and without momentum and gain, of a run with one report and with several."""
+    with MetricsWriter(tmp_path, after=0) as writer:
+        for step in range(1, 1 + layers):
+            report = {name: value.tolist() * layers for name, value in HEALTHY.items()}
+            writer.write("memory", step, report if layers > 1 else {"retention": [0.9], "step_size": [0.1]})
+            if layers > 1:
+                writer.write("validation", step, {"bits_per_byte": 2.0, "memory_gain": 0.1 * step})
+    plot_memory(tmp_path, MODEL)
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -18,6 +18,8 @@ from rich.console import Console
 from tests.training.tiny import MODEL, tiny_config
 from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_dict, step_size_bound
 from titans_jax.data import DataError
+from titans_jax.evaluation import evaluate_run
+from titans_jax.models import without_writes
 from titans_jax.training import load_run, train
 from titans_jax.training.checkpoint import CheckpointError
 from titans_jax.training.loop import Trainer
@@ -66,6 +68,7 @@ def test_run_folder(uninterrupted):
     assert validation[-1]["loss"] < validation[0]["loss"] < train_lines[0]["loss"]
     assert validation[-1]["bits_per_byte"] == pytest.approx(validation[-1]["loss"] / math.log(2), rel=0.01)
     assert from_dict(json.loads((uninterrupted / "config.json").read_text())) == tiny_config()
+    assert not any("memory_gain" in line for line in validation) and not (uninterrupted / "memory.png").exists()
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (uninterrupted / "sample.txt").read_text().split("\n", 1)[1].startswith("def ")
     assert any((uninterrupted / "tensorboard").iterdir())
@@ -192,11 +195,22 @@ def test_divergence_stops_and_keeps_the_last_checkpoint(tmp_path):
 @pytest.mark.slow
 def test_a_model_with_memory_reports_on_it(tmp_path):
     model = dataclasses.replace(MODEL, pattern=("mac", "attention"))
-    run(tiny_config(model, steps=6), tmp_path / "run")
-    (line,) = (line for line in read_metrics(tmp_path / "run") if line["kind"] == "memory")
-    assert line["step"] == 6
-    for name in ("retention", "momentum", "step_size", "inner_loss", "weight_norm"):
+    said = run(tiny_config(model, steps=6, evaluate_every=3, diagnostics_every=2), tmp_path / "run")
+    lines = list(read_metrics(tmp_path / "run"))
+    *_, line = reports = [line for line in lines if line["kind"] == "memory"]
+    assert [line["step"] for line in reports] == [2, 4, 6]
+    for name in (
+        "retention", "momentum", "step_size", "inner_loss", "explained_share", "update_norm", "weight_norm"
+    ):  # fmt: skip
         assert len(line[name]) == 1 and np.isfinite(line[name][0])
+    gains = [line["memory_gain"] for line in lines if line["kind"] == "validation"]
+    assert len(gains) == 2 and all(np.isfinite(gains)) and any(gains)
+    assert f"memory gain: {gains[0]:.4f} bits per byte" in said and "explained share of the memories: " in said
+    assert f"gain {gains[0]:.4f}" in next(line for line in said.splitlines() if line.startswith("step 4/"))
+    unwritten = dataclasses.replace(load := load_run(tmp_path / "run"), graphdef=without_writes(load.graphdef))
+    losses = [evaluate_run(some, batches=2).bits_per_byte for some in (load, unwritten)]
+    assert losses[1] - losses[0] == pytest.approx(gains[-1], abs=1e-4)
+    assert (tmp_path / "run" / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert 0 < line["retention"][0] < 1 and 0 < line["step_size"][0] < step_size_bound(model)
 
 

@@ -1,13 +1,24 @@
 """What a trained model is worth: a registry of evaluators, of which perplexity is the first."""
 
-from titans_jax.evaluation.evaluators import EVALUATORS, Evaluator, register_evaluator
-from titans_jax.evaluation.perplexity import Evaluation, EvaluationError, evaluate, evaluate_run
+from titans_jax.evaluation.evaluators import (
+    EVALUATORS,
+    EvaluationError,
+    EvaluationOptions,
+    Evaluator,
+    Numbers,
+    register_evaluator,
+)
+from titans_jax.evaluation.perplexity import Evaluation, evaluate, evaluate_run
+from titans_jax.evaluation.positions import Bucket
 
 __all__ = [
     "EVALUATORS",
+    "Bucket",
     "Evaluation",
     "EvaluationError",
+    "EvaluationOptions",
     "Evaluator",
+    "Numbers",
     "evaluate",
     "evaluate_run",
     "register_evaluator",

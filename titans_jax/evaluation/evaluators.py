@@ -1,7 +1,7 @@
 """Evaluators: tasks that a trained model is measured on, by name.
 
     @register_evaluator("word_count")
-    def word_count(run: Run, batches: int | None) -> dict[str, float]: ...
+    def word_count(run: Run, options: EvaluationOptions) -> Numbers: ...
 
 `titans evaluate RUN word_count` runs it on a run whose configuration file, or another of its extensions, registers it.
 """
@@ -9,15 +9,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
+from titans_jax.errors import TitansError
 from titans_jax.registry import Registry
 
 if TYPE_CHECKING:
     from titans_jax.training import Run
 
-Evaluator = Callable[["Run", int | None], dict[str, float]]
-"""(a trained model, how many batches to read at most or None for all) -> numbers by name."""
+
+class EvaluationError(TitansError, ValueError):
+    """Data on which nothing can be measured."""
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What a user may ask of every task; a task reads what means something to it."""
+
+    batches: int | None = None
+    """Batches to read at most; None reads all."""
+    memory: Literal["on", "off", "fresh"] = "on"
+    """`off` has been done when an evaluator is called: the run's memories are never written. `fresh` is the evaluator's
+    own: one that carries a state from window to window empties it at every window; for others it is `on`."""
+    length: int = 32768
+    """Tokens of a long text."""
+    text: Path | None = None
+    """The long text; None is the run's validation documents, one after another."""
+
+
+Numbers = dict[str, "float | list[dict[str, float]]"]
+"""Results by name: a number, or the rows of a table, each with the same keys."""
+
+Evaluator = Callable[["Run", EvaluationOptions], Numbers]
+"""(a trained model, what is asked) -> results by name."""
 
 EVALUATORS: Registry[Evaluator] = Registry("evaluator")
 """Evaluators by name."""

@@ -14,8 +14,7 @@ from jax.experimental import multihost_utils
 
 from titans_jax import data
 from titans_jax.data import ByteTokenizer, Tokenizer
-from titans_jax.errors import TitansError
-from titans_jax.evaluation.evaluators import register_evaluator
+from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.models import granularity
 from titans_jax.models.loss import Batch, cross_entropy_sum
 
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
     from titans_jax.training import Run
 
 EvaluationStep = Callable[[Any, Batch], tuple[jax.Array, jax.Array, dict[str, jax.Array]]]
-
-
-class EvaluationError(TitansError, ValueError):
-    """Data on which nothing can be measured."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +90,12 @@ def evaluate_run(run: "Run", batches: int | None = None) -> Evaluation:
 
 
 @register_evaluator()
-def perplexity(run: "Run", batches: int | None = None) -> dict[str, float]:
-    """Loss, bits per byte and perplexity of a run on the held-out documents of its data."""
-    result = evaluate_run(run, batches)
+def perplexity(run: "Run", options: EvaluationOptions) -> Numbers:
+    """Loss, bits per byte and perplexity of a run on the held-out documents of its data.
+
+    Every row starts with an empty state, so memory "fresh" is the same as "on".
+    """
+    result = evaluate_run(run, options.batches)
     return {
         "loss": result.loss,
         "bits_per_byte": result.bits_per_byte,

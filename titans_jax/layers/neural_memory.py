@@ -24,6 +24,7 @@ from titans_jax.config import ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import MemoryGates
+from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.sharding import (
@@ -90,7 +91,12 @@ class NeuralMemory(nnx.Module):
     """A sequence layer that learns while it reads, [b, t, dim] -> [b, t, dim].
 
     One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings).
+
+    writes: False leaves the memory at its start, exactly: it is read, in training as in streaming, and never written,
+    not even with persistent tokens. What the memory is worth is measured by it (`models.without_writes`).
     """
+
+    writes = True
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.rule, self.form = memory_rule(config.memory), config.memory.form
@@ -162,20 +168,23 @@ class NeuralMemory(nnx.Module):
         Args as of a call; mask: bool [b, t], False at padding, where there are no documents; start: the state of a
         document's start, without the batch axis.
 
-        The report holds retention, momentum, step_size (means over heads and matrices) and inner_loss (mean over
-        heads), each [b, t], and weight_norm [b], the mean Frobenius norm of a head's weights at the end.
+        The report is that of `memory_report`. Without `writes` the state's memory stays as it is, and there is none.
         """
         features, tails = {}, {}
         for name, module in self.inputs().items():
             initial_tail = None if start is None else start.tails[name]
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
+        if not self.writes:
+            reads = self.retrieve(state.memory.weights, features["query"])
+            return reads, MemoryLayerState(state.memory, tails), {}
         resets = None
         if documents is not None:
             mask, resets = documents.mask, documents.starts
         keys, values, gates = self.gates(x, features["key"], features["value"], mask)
         inputs = HeadInputs(features["query"], keys, values, gates, resets)
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
-        return reads, MemoryLayerState(after, tails), _report(gates, surprise, after)
+        report = memory_report(self.rule, self.params(), gates, values, surprise, after.weights)
+        return reads, MemoryLayerState(after, tails), report
 
     def inputs(self) -> dict[str, MemoryInput]:
         """The projections that a token goes through."""
@@ -303,16 +312,3 @@ def broadcast(state: Any, batch: int) -> Any:
 
 def _replace(state: memory.MemoryState, position: int | jax.Array | None) -> memory.MemoryState:
     return dataclasses.replace(state, position=position)
-
-
-def _report(gates: memory.Gates, surprise: memory.Surprise, state: memory.MemoryState) -> dict[str, jax.Array]:
-    report = {"retention": jnp.exp(gates.log_retention), "step_size": gates.step_size}
-    if gates.log_momentum is not None:
-        report["momentum"] = jnp.exp(gates.log_momentum)
-    report = {name: jnp.mean(value, axis=(2, 3)) for name, value in report.items()}
-    for log_retention in (gates.log_key_retention, gates.log_value_retention):
-        if log_retention is not None:
-            report["retention"] *= jnp.mean(jnp.exp(log_retention), axis=(2, 3))
-    report["inner_loss"] = jnp.mean(surprise.loss, axis=2)
-    squares = sum(jnp.sum(jnp.square(weight), axis=(2, 3)) for weight in state.weights)
-    return report | {"weight_norm": jnp.mean(jnp.sqrt(squares), axis=1)}

@@ -11,6 +11,7 @@ from titans_jax.models.pattern import (
     has_memory,
     training_flops_per_token,
 )
+from titans_jax.models.writes import without_writes
 
 __all__ = [
     "BLOCKS",
@@ -24,4 +25,5 @@ __all__ = [
     "has_memory",
     "register_block",
     "training_flops_per_token",
+    "without_writes",
 ]

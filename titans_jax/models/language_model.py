@@ -20,6 +20,7 @@ from titans_jax import sharding
 from titans_jax.config import ModelConfig
 from titans_jax.layers import document_layout as layout
 from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.memory_report import explained_share
 from titans_jax.layers.neural_memory import READS
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import INIT_STDDEV, compute_dtype, param_dtype, projection
@@ -86,8 +87,9 @@ class LanguageModel(nnx.Module):
             document must start at a multiple of `granularity(config)`, or rows need `config.document_slack` further
             slots for moving it there; a row that does not fit has NaN logits.
           return_diagnostics: also return what the memories did, {"retention", "momentum", "step_size", "inner_loss",
-            "weight_norm"} (no "momentum" where the rule has none): float32 [memory layers], means over rows, tokens,
-            heads and matrices. Empty for a model without memory.
+            "explained_share", "update_norm", "weight_norm"} (no "momentum" and no "explained_share" where the rule has
+            none, see `layers.memory_report`): float32 [memory layers], means over rows, tokens, heads and matrices.
+            Empty for a model without memory, and where nothing is written.
 
         Returns:
           logits float32 [batch, time, vocab_size] (float64 for a float64 model).
@@ -107,7 +109,8 @@ class LanguageModel(nnx.Module):
                 documents = layout.find_documents(layout.scatter(relay, documents.index + 1, length))
             else:
                 fits = layout.aligned(documents, granularity(self.config))
-        x, reports = self._blocks(self._embed(tokens), None, documents, lambda _, reports: reports)
+        select = lambda _, reports: reports if return_diagnostics else ()  # noqa: E731
+        x, reports = self._blocks(self._embed(tokens), None, documents, select)
         if relay is not None:
             x = layout.gather(relay, x)
         if documents is not None:
@@ -188,4 +191,7 @@ def _mean_reports(reports: tuple[dict, ...], documents: Documents | None) -> dic
         return jnp.mean(leaf, axis=(1, 2), where=documents.mask[None])
 
     reports = [jax.tree.map(mean, report) for report in reports if report]
-    return {name: jnp.stack([report[name] for report in reports], axis=1).reshape(-1) for name in (reports or [{}])[0]}
+    found = {name: jnp.stack([report[name] for report in reports], axis=1).reshape(-1) for name in (reports or [{}])[0]}
+    if "constant_loss" in found:
+        found["explained_share"] = explained_share(found["inner_loss"], found.pop("constant_loss"))
+    return found

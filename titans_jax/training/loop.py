@@ -14,14 +14,14 @@ from rich.console import Console
 from titans_jax import data, sharding
 from titans_jax.config import Config, leaves, to_dict
 from titans_jax.config.validate import validate
-from titans_jax.evaluation.perplexity import evaluate, make_evaluation_step
+from titans_jax.evaluation.perplexity import Evaluation, EvaluationStep, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
-from titans_jax.models import check_model, granularity, training_flops_per_token
+from titans_jax.models import check_model, granularity, has_memory, training_flops_per_token, without_writes
 from titans_jax.models.loss import Batch
 from titans_jax.plots import save_json
 from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, abstract_like, check_same_run
-from titans_jax.training.diagnostics import warnings
+from titans_jax.training.diagnostics import ignored, plot_memory, warnings
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.mesh import use_mesh
@@ -126,6 +126,8 @@ class Trainer:
             self.state = jax.tree.map(self._on_mesh, self.state)
         self.train_step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation)
         self.evaluation_step = make_evaluation_step(graphdef)
+        self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None
+        self.diagnostics: dict[str, np.ndarray] = {}  # the latest
         self.generator = Generator(graphdef, self.tokenizer)
         self.step = self._resume()
 
@@ -190,20 +192,31 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self.report.flush()
-        batches = map(self._to_devices, self.validation)
-        result = evaluate(self.evaluation_step, self.state["params"], batches, self.tokenizer, self._stopping)
-        if result is None:
+        result = self._evaluate_with(self.evaluation_step)
+        unwritten = result and self.unwritten_step and self._evaluate_with(self.unwritten_step)
+        if result is None or (self.unwritten_step and unwritten is None):
             return
-        self.report.record(
-            "validation",
-            self.step,
-            {"loss": result.loss, "bits_per_byte": result.bits_per_byte, "perplexity": result.perplexity},
-        )
-        self.report.say(f"step {self.step}  validation loss {result.loss:.4f}  {result.bits_per_byte:.3f} bits/byte")
+        values = {"loss": result.loss, "bits_per_byte": result.bits_per_byte, "perplexity": result.perplexity}
+        text = f"step {self.step}  validation loss {result.loss:.4f}  {result.bits_per_byte:.3f} bits/byte"
+        if unwritten:
+            gain = values["memory_gain"] = unwritten.bits_per_byte - result.bits_per_byte
+            text += f"  memory gain: {gain:.4f} bits per byte"
+            self.report.remember("gain", f"{gain:.4f}")
+        self.report.record("validation", self.step, values)
+        self.report.say(text)
+        for warning in ignored(self.diagnostics.get("explained_share"), values.get("memory_gain", np.nan)):
+            self.report.say(f"warning at step {self.step}: {warning}")
         self._write_sample(result.bits_per_byte)
         if jax.process_index() == 0:
             plot_losses(self.run_dir)
+            if unwritten:
+                plot_memory(self.run_dir, self.config.model)
         self.report.pause()
+
+    def _evaluate_with(self, step: EvaluationStep) -> Evaluation | None:
+        """The validation loss by a compiled step; None if told to stop on the way."""
+        batches = map(self._to_devices, self.validation)
+        return evaluate(step, self.state["params"], batches, self.tokenizer, self._stopping)
 
     def _write_sample(self, bits_per_byte: float) -> None:
         training = self.config.training
@@ -223,8 +236,15 @@ class Trainer:
         diagnostics = {name: np.asarray(value) for name, value in arrays.items()}
         if diagnostics:
             self.report.record("memory", self.step, {name: value.tolist() for name, value in diagnostics.items()})
-            for warning in warnings(diagnostics, self.config.model):
+            if "explained_share" in diagnostics:
+                self.report.remember("explained", f"{np.mean(diagnostics['explained_share']):.3g}")
+                shares = " ".join(f"{share:.3g}" for share in diagnostics["explained_share"])
+                self.report.say(f"step {self.step}  explained share of the memories: {shares}")
+            for warning in warnings(diagnostics, self.config.model, self.diagnostics):
                 self.report.say(f"warning at step {self.step}: {warning}")
+            self.diagnostics = diagnostics
+            if jax.process_index() == 0:
+                plot_memory(self.run_dir, self.config.model)
         self.report.pause()
 
     def _make_report(self, writer: MetricsWriter) -> Report:

@@ -14,7 +14,8 @@ from titans_jax.plots import figure
 class MetricsWriter:
     """Appends lines to `run_dir`/metrics.jsonl and scalars to its TensorBoard events.
 
-    A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}. Lines later
+    A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}; a list has a
+    number per memory layer, and "memory_gain" of a validation is in bits per byte. Lines later
     than step `after` are dropped first: a resumed run repeats them, with the same numbers. Only the first of several
     processes writes.
     """

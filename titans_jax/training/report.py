@@ -63,6 +63,7 @@ class Report:
         self._started = 0.0  # when the device could start the pending step: compiled, and the one before it done
         self._mark: float | None = None  # when the last step was done; None: do not time the next one
         self._seconds, self._tokens = 0.0, 0.0
+        self._remembered: dict[str, str] = {}
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -104,6 +105,7 @@ class Report:
         speed = self._tokens / self._seconds if self._seconds else None
         bits_per_byte = metrics["loss"] * self._bits
         text = f"loss {metrics['loss']:.4f}  {bits_per_byte:.3f} bits/byte"
+        text += "".join(f"  {name} {value}" for name, value in self._remembered.items())
         text += f"  {speed:,.0f} tokens/s" if speed else ""
         self._bar.update(self._task, completed=step, text=text)
         if step % self._run.log_every == 0 or step == self._run.steps:
@@ -128,6 +130,10 @@ class Report:
     def record(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write a line of metrics.jsonl that is not about training speed."""
         self._writer.write(kind, step, values)
+
+    def remember(self, name: str, value: str) -> None:
+        """Show a number that is measured now and then with every step until it is measured again."""
+        self._remembered[name] = value
 
     def pause(self) -> None:
         """Do not count the time since the last step: something else than training took it."""

@@ -1,7 +1,7 @@
 """A trained model, brought back from its run folder.
 
 A run folder holds `checkpoints/` (each with the configuration it was trained with), `config.json` (the same, for
-people), `metrics.jsonl`, `tensorboard/`, `loss.png` and `sample.txt`.
+people), `metrics.jsonl`, `tensorboard/`, `loss.png`, `memory.png` of a model with memory, and `sample.txt`.
 """
 
 import dataclasses
@@ -28,6 +28,8 @@ class Run:
     graphdef: nnx.GraphDef
     params: dict[str, Any]
     step: int
+    folder: Path
+    """Where it came from, and where what is measured of it may be kept."""
 
     @property
     def model(self) -> LanguageModel:
@@ -56,7 +58,7 @@ def load_run(run_dir: Path, say: Callable[[str], None] = print) -> Run:
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)
         state, run = checkpoints.restore({"params": params})
-    return Run(config, data.load_tokenizer(config.data.tokenizer), graphdef, state["params"], run["step"])
+    return Run(config, data.load_tokenizer(config.data.tokenizer), graphdef, state["params"], run["step"], run_dir)
 
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:

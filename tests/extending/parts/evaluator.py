@@ -13,12 +13,12 @@ from titans_jax.config import Config, ModelConfig
 
 
 @evaluation.register_evaluator()
-def accuracy(run, batches):
-    right, align = [], models.granularity(run.config.model)
-    likeliest = jax.jit(lambda tokens, documents: run.model(tokens, documents).argmax(axis=-1))
-    for batch in itertools.islice(data.validation_batches(run.config.data, run.tokenizer, align=align), batches):
-        found = likeliest(batch["tokens"], batch["segment_ids"])
-        right.append((found == batch["targets"])[batch["targets"] >= 0])
+def accuracy(run, options):
+    batches = data.validation_batches(run.config.data, run.tokenizer, align=models.granularity(run.config.model))
+    right, likeliest = [], jax.jit(lambda tokens, documents: run.model(tokens, documents).argmax(axis=-1))
+    for batch in itertools.islice(batches, options.batches):
+        found = likeliest(batch["tokens"], batch["segment_ids"]) == batch["targets"]
+        right.append(found[batch["targets"] >= 0])
     return {"accuracy": float(np.mean(np.concatenate(right)))}
 
 
