@@ -25,7 +25,7 @@ configs = {
     "moneta_170m": miras("moneta", "170m"),  # 169,956,864 parameters, 2.5 GiB
     "moneta_340m": miras("moneta", "340m"),  # 342,329,856 parameters, 5.1 GiB
     "moneta_760m": miras("moneta", "760m"),  # 758,860,800 parameters, 11.3 GiB
-    "moneta_1b": miras("moneta", "1b"),  # 1,297,828,416 parameters, 19.3 GiB
+    "moneta_1b": miras("moneta", "1b"),  # 1,304,906,304 parameters, 19.4 GiB
     # Moneta: L_p bias, L_q retention; then sliding-window attention
     "moneta_h_170m": miras("moneta", "170m", HYBRID),  # 170,610,816 parameters, 2.5 GiB
     "moneta_h_340m": miras("moneta", "340m", HYBRID),  # 339,355,392 parameters, 5.1 GiB
@@ -35,7 +35,7 @@ configs = {
     "yaad_170m": miras("yaad", "170m"),  # 170,260,992 parameters, 2.5 GiB
     "yaad_340m": miras("yaad", "340m"),  # 343,140,864 parameters, 5.1 GiB
     "yaad_760m": miras("yaad", "760m"),  # 760,077,312 parameters, 11.3 GiB
-    "yaad_1b": miras("yaad", "1b"),  # 1,299,044,928 parameters, 19.4 GiB
+    "yaad_1b": miras("yaad", "1b"),  # 1,306,122,816 parameters, 19.5 GiB
     # Yaad: Huber bias; then sliding-window attention
     "yaad_h_170m": miras("yaad", "170m", HYBRID),  # 170,762,880 parameters, 2.5 GiB
     "yaad_h_340m": miras("yaad", "340m", HYBRID),  # 339,760,896 parameters, 5.1 GiB
@@ -45,7 +45,7 @@ configs = {
     "memora_170m": miras("memora", "170m"),  # 169,348,992 parameters, 2.5 GiB
     "memora_340m": miras("memora", "340m"),  # 340,708,608 parameters, 5.1 GiB
     "memora_760m": miras("memora", "760m"),  # 756,428,544 parameters, 11.3 GiB
-    "memora_1b": miras("memora", "1b"),  # 1,295,395,680 parameters, 19.3 GiB
+    "memora_1b": miras("memora", "1b"),  # 1,302,473,568 parameters, 19.4 GiB
     # Memora: Kullback-Leibler retention; then sliding-window attention
     "memora_h_170m": miras("memora", "170m", HYBRID),  # 170,306,880 parameters, 2.5 GiB
     "memora_h_340m": miras("memora", "340m", HYBRID),  # 338,544,768 parameters, 5.0 GiB

@@ -24,7 +24,7 @@ configs = {
     "lmm_340m": titans("lmm", "340m"),  # 342,232,320 parameters, 5.1 GiB
     "lmm_400m": titans("lmm", "400m"),  # 398,855,424 parameters, 5.9 GiB
     "lmm_760m": titans("lmm", "760m"),  # 758,714,112 parameters, 11.3 GiB
-    "lmm_1b": titans("lmm", "1b"),  # 1,297,091,424 parameters, 19.3 GiB
+    "lmm_1b": titans("lmm", "1b"),  # 1,304,169,312 parameters, 19.4 GiB
     # MAC, memory as context
     "mac_170m": titans("mac", "170m"),  # 169,957,248 parameters, 2.5 GiB
     "mac_340m": titans("mac", "340m"),  # 340,757,760 parameters, 5.1 GiB

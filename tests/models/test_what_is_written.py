@@ -9,7 +9,6 @@ from flax import nnx
 from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.models import LanguageModel
-from titans_jax.models.loss import loss_sum
 
 BLOCKS = ("lmm", "mac", "mag", "mal")
 DEEP = ("titans", "moneta", "yaad", "memora", "ttt_linear", "ttt_mlp")

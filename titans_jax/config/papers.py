@@ -46,6 +46,8 @@ SIZES = {
 
 MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 10, "mag": 10, "mal": 9}
 """Matrices of dim x dim in a block, beside those of its feed-forward."""
+START = {"ttt_linear": 1, "ttt_mlp": 8}
+"""Numbers of a memory's learned start over head_dim^2, of baselines that have one."""
 VOCABULARY = 32000
 ROWS, LENGTH = 128, 4096  # half a million tokens a step
 WARMUP_TOKENS = 1e9
@@ -61,13 +63,21 @@ def miras(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config
     return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0)
 
 
-def experiment(size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_persistent: int) -> Config:
+def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
+    """A recurrent model that both papers compare theirs with, trained alike: the same backbone around its memory."""
+    return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0, start=START.get(preset, 0), rows=0)
+
+
+def experiment(
+    size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_persistent: int, start: int = 8, rows: int = 128
+) -> Config:
     """A model with the papers' settings, on a folder of JSONL text given by --data.path.
 
     Memories of two matrices, expansion 4, chunk 16; segment 512, window 2048; AdamW with weight decay 0.1, clipped at
     1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given
     by --data.tokenizer. Not in the papers: the width of SwiGLU, here what gives all models of a size as many
-    parameters (`hidden_dim`); shared embeddings, which the sizes from 340m need; the final learning rate (a tenth of
+    parameters (`hidden_dim`; start: the memory's learned start over head_dim^2, rows: persistent tokens, or what
+    channel-wise gates come to); shared embeddings, which the sizes from 340m need; the final learning rate (a tenth of
     the peak), how often to evaluate and save. Parameters are sharded over all devices.
     """
     row = SIZES[size]
@@ -79,7 +89,7 @@ def experiment(size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_pe
             num_heads=row.num_heads,
             head_dim=row.dim // row.num_heads,
             vocab_size=VOCABULARY,
-            hidden_dim=hidden_dim(row, pattern),
+            hidden_dim=hidden_dim(row, pattern, start * row.dim // row.num_heads + rows),
             tie_embeddings=row.shares_embeddings,
             segment=512,
             window=2048,
@@ -105,16 +115,17 @@ def experiment(size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_pe
     )
 
 
-def hidden_dim(row: Size, pattern: tuple[str, ...]) -> int:
+def hidden_dim(row: Size, pattern: tuple[str, ...], memory: int) -> int:
     """The width inside SwiGLU that brings a model to the parameters of its size, a multiple of 64.
 
     Models of one size are compared, so they have as many parameters (within 2 %) at the depth and width of the papers'
     table, and what a block of two parts spends on its parts is missing in its feed-forward.
+
+    memory: rows of width dim that a memory layer has beside its matrices.
     """
     embeddings = VOCABULARY * row.dim * (1 if row.shares_embeddings else 2)
     matrices = sum(MATRICES[block] for block in pattern) / len(pattern)
     with_memory = sum(block not in ("attention", "window") for block in pattern) / len(pattern)
-    # The start of the memories, two matrices of expansion 4 a head, and some gates and persistent tokens.
-    memory = with_memory * row.dim * (8 * row.dim / row.num_heads + 6 * row.num_heads + 128)
-    block = (row.parameters - embeddings) / row.depth - matrices * row.dim**2 - memory
+    small = with_memory * row.dim * (memory + 4 * row.num_heads)  # 4: gates
+    block = (row.parameters - embeddings) / row.depth - matrices * row.dim**2 - small
     return round(block / (3 * row.dim) / 64) * 64

@@ -66,6 +66,9 @@ class MemoryConfig:
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""
+    normalize_values: bool = True
+    """Give the values of a memory that answers through a norm the size of its answers, root mean square 1 (the papers'
+    letter is False: values of any size, which most of the error is)."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 
@@ -300,6 +303,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
     "model.memory.forget_to": "zero",
+    "model.memory.normalize_values": False,
     "model.memory.step_unit": "head_dim",
 }
 """What models did before these fields existed: a configuration that was saved without them means this."""

@@ -21,9 +21,9 @@ def error_removed(rule: MemoryRule, head_dim: int) -> float:
 
     A step theta against the gradient of the bias by the weights moves what is carried, and with it the read, by
     -theta B c: B = J D J^T, J the derivative of the read by the weights, D that of the weights by what is carried, and
-    c the cotangent of the read, of an error of 1 or -1 in every channel (derived; for l2, c is the error). The mean over
-    random starts, unit keys and signs, the same ones every time, and rounded to three digits, so that all machines have
-    the same number. A bias whose cotangent does not depend on the error counts as l2.
+    c the cotangent of the read, of an error of 1 or -1 in every channel (derived; for l2, c is the error). The mean
+    over random starts, unit keys and signs, the same ones every time, and rounded to three digits, so that all machines
+    have the same number. A bias whose cotangent does not depend on the error counts as l2.
     """
     if rule.algorithm.descends:
         rule = dataclasses.replace(rule, algorithm=algorithms.gradient_descent())

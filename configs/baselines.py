@@ -1,0 +1,61 @@
+"""The recurrent models that Titans (arXiv 2501.00663) and Miras (arXiv 2504.13173) compare theirs with, in their sizes.
+
+    titans train gated_deltanet_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
+
+    size  blocks  width  heads      tokens    steps  TPU slice  rows at a time on a chip
+    170m      12    768  16 of 48      15B   28,610  v5e-8      2
+    340m      24   1024  16 of 64      15B   28,610  v5e-8      2
+    760m      24   1536  16 of 96      30B   57,220  v5e-16     1
+    1b        18   2048  8 of 256     100B  190,735  v5e-32     1
+
+Backbone, data and training are those of the papers' own models (configs/titans.py, configs/miras.py), so that only the
+memory differs; every model of a size has as many parameters. Mamba (the first) and Samba, which is made of it, are not
+here: its state decays by a number of every channel and place of the state, which is no retention gate of a matrix.
+"""
+
+from titans_jax.config.papers import baseline
+
+HYBRID = ("lmm", "window")
+
+configs = {
+    # RetNet
+    "retnet_170m": baseline("retnet", "170m"),  # 169,615,104 parameters, 2.5 GiB
+    "retnet_340m": baseline("retnet", "340m"),  # 338,273,280 parameters, 5.0 GiB
+    "retnet_760m": baseline("retnet", "760m"),  # 757,495,296 parameters, 11.3 GiB
+    "retnet_1b": baseline("retnet", "1b"),  # 1,300,002,816 parameters, 19.4 GiB
+    # Gated linear attention
+    "gla_170m": baseline("gla", "170m"),  # 170,214,144 parameters, 2.5 GiB
+    "gla_340m": baseline("gla", "340m"),  # 339,870,720 parameters, 5.1 GiB
+    "gla_760m": baseline("gla", "760m"),  # 759,891,456 parameters, 11.3 GiB
+    "gla_1b": baseline("gla", "1b"),  # 1,302,398,976 parameters, 19.4 GiB
+    # Mamba2
+    "mamba2_170m": baseline("mamba2", "170m"),  # 169,763,136 parameters, 2.5 GiB
+    "mamba2_340m": baseline("mamba2", "340m"),  # 338,667,648 parameters, 5.0 GiB
+    "mamba2_760m": baseline("mamba2", "760m"),  # 758,086,272 parameters, 11.3 GiB
+    "mamba2_1b": baseline("mamba2", "1b"),  # 1,300,298,160 parameters, 19.4 GiB
+    # DeltaNet
+    "deltanet_170m": baseline("deltanet", "170m"),  # 169,762,752 parameters, 2.5 GiB
+    "deltanet_340m": baseline("deltanet", "340m"),  # 338,666,880 parameters, 5.0 GiB
+    "deltanet_760m": baseline("deltanet", "760m"),  # 758,085,504 parameters, 11.3 GiB
+    "deltanet_1b": baseline("deltanet", "1b"),  # 1,300,297,872 parameters, 19.4 GiB
+    # TTT-Linear
+    "ttt_linear_170m": baseline("ttt_linear", "170m"),  # 170,214,336 parameters, 2.5 GiB
+    "ttt_linear_340m": baseline("ttt_linear", "340m"),  # 340,264,320 parameters, 5.1 GiB
+    "ttt_linear_760m": baseline("ttt_linear", "760m"),  # 761,661,312 parameters, 11.3 GiB
+    "ttt_linear_1b": baseline("ttt_linear", "1b"),  # 1,302,694,032 parameters, 19.4 GiB
+    # TTT-MLP
+    "ttt_mlp_170m": baseline("ttt_mlp", "170m"),  # 169,919,616 parameters, 2.5 GiB
+    "ttt_mlp_340m": baseline("ttt_mlp", "340m"),  # 337,512,192 parameters, 5.0 GiB
+    "ttt_mlp_760m": baseline("ttt_mlp", "760m"),  # 758,712,576 parameters, 11.3 GiB
+    "ttt_mlp_1b": baseline("ttt_mlp", "1b"),  # 1,298,270,496 parameters, 19.3 GiB
+    # Gated DeltaNet
+    "gated_deltanet_170m": baseline("gated_deltanet", "170m"),  # 169,910,784 parameters, 2.5 GiB
+    "gated_deltanet_340m": baseline("gated_deltanet", "340m"),  # 339,061,248 parameters, 5.1 GiB
+    "gated_deltanet_760m": baseline("gated_deltanet", "760m"),  # 758,676,480 parameters, 11.3 GiB
+    "gated_deltanet_1b": baseline("gated_deltanet", "1b"),  # 1,300,593,216 parameters, 19.4 GiB
+    # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
+    "gated_deltanet_h2_170m": baseline("gated_deltanet", "170m", HYBRID),  # 169,703,040 parameters, 2.5 GiB
+    "gated_deltanet_h2_340m": baseline("gated_deltanet", "340m", HYBRID),  # 340,080,384 parameters, 5.1 GiB
+    "gated_deltanet_h2_760m": baseline("gated_deltanet", "760m", HYBRID),  # 757,846,272 parameters, 11.3 GiB
+    "gated_deltanet_h2_1b": baseline("gated_deltanet", "1b", HYBRID),  # 1,297,699,104 parameters, 19.3 GiB
+}
