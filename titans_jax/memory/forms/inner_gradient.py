@@ -136,8 +136,13 @@ def readable_weights(rule: MemoryRule, params: Params, state: MemoryState) -> Ma
 
 
 def weights_at(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
-    """The fast weights of matrices at a chunk's start."""
-    return rule.retention.weights(since_zero(rule, params, carried), params)
+    """The fast weights of matrices at a chunk's start. The norm behind positive ones takes out what all outputs of the
+    last share, so that is left out of it: in bfloat16 it would cost them their digits."""
+    weights = rule.retention.weights(since_zero(rule, params, carried), params)
+    if not rule.retention.positive or rule.retention.one_slope:
+        return weights
+    *others, last = weights
+    return (*others, last - jnp.mean(last, axis=1, keepdims=True))
 
 
 def slopes_at(rule: MemoryRule, params: Params, carried: Matrices) -> Slopes:

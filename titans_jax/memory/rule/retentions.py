@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 from titans_jax.memory.rule.architectures import Params, Shapes
 from titans_jax.memory.rule.capabilities import forget
-from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
@@ -237,7 +236,7 @@ class KullbackLeibler(Retention):
         return weights * weights.shape[0] ** 0.5
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
-        return tuple(c * softmax(z) for z, c in zip(carried, params["simplex_size"], strict=True))
+        return tuple(c * jax.nn.softmax(z, axis=0) for z, c in zip(carried, params["simplex_size"], strict=True))
 
     def slow(self, shapes: Shapes) -> Params:
         return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
@@ -264,7 +263,7 @@ class LaggedKullbackLeibler(KullbackLeibler):
     def first(self, carried: jax.Array, retention: jax.Array, step: jax.Array, i: int, params: Params) -> jax.Array:
         """W_1 of matrix i, of W_0, the token's retention and its step."""
         size = params["simplex_size"].astype(carried.dtype)[i]
-        return size * softmax(retention * jnp.log(jnp.maximum(carried, EPSILON)) + step)
+        return size * jax.nn.softmax(retention * jnp.log(jnp.maximum(carried, EPSILON)) + step, axis=0)
 
 
 @register_retention()
@@ -324,14 +323,6 @@ class BregmanLogit(Retention):
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jax.nn.sigmoid(z) for z in carried)
-
-
-def softmax(matrix: jax.Array) -> jax.Array:
-    """Of every column. Sums and what spreads them are products, whose gradients are too: XLA on a CPU is several times
-    slower at sums of elementwise products."""
-    powers = jnp.exp(matrix - jax.lax.stop_gradient(jnp.max(matrix, axis=0, keepdims=True)))
-    ones = jnp.ones((1, len(matrix)), matrix.dtype)
-    return powers * matmul(ones.T, 1 / matmul(ones, powers, matrix.dtype), matrix.dtype)
 
 
 def norm(matrix: jax.Array, q: float) -> jax.Array:
