@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from titans_jax.memory.rule.architectures import Params, Shapes
 from titans_jax.memory.rule.capabilities import forget
+from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
@@ -236,7 +237,7 @@ class KullbackLeibler(Retention):
         return weights * weights.shape[0] ** 0.5
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
-        return tuple(c * jax.nn.softmax(z, axis=0) for z, c in zip(carried, params["simplex_size"], strict=True))
+        return tuple(c * softmax(z) for z, c in zip(carried, params["simplex_size"], strict=True))
 
     def slow(self, shapes: Shapes) -> Params:
         return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
@@ -323,6 +324,20 @@ class BregmanLogit(Retention):
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jax.nn.sigmoid(z) for z in carried)
+
+
+@jax.custom_jvp
+def softmax(matrix: jax.Array) -> jax.Array:
+    """Of every column. Its derivative sums by products: XLA on a CPU is slow at sums of elementwise products."""
+    return jax.nn.softmax(matrix, axis=0)
+
+
+@softmax.defjvp
+def softmax_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    shares, (change,) = softmax(*primals), tangents
+    ones = jnp.ones((1, len(shares)), shares.dtype)
+    total = matmul(ones, shares * change, shares.dtype)
+    return shares, shares * (change - matmul(ones.T, total, shares.dtype))
 
 
 def norm(matrix: jax.Array, q: float) -> jax.Array:
