@@ -31,7 +31,7 @@ def test_the_kernels_compile_for_a_tpu():
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("preset, topology", [("moneta", "v5e:1x1"), ("yaad", "v5p:2x2x1"), ("memora", "v6e:1x1")])
+@pytest.mark.parametrize("preset, topology", [("moneta", "v5e:1x1"), ("yaad", "v5p:2x2x1")])
 def test_the_kernels_of_miras_compile_with_their_own_gates(preset, topology):
     case = schedule.Case(64, 16, expansion=2, rows=1, heads=2, preset=preset)
     mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
@@ -46,7 +46,7 @@ def test_the_kernels_of_miras_compile_with_their_own_gates(preset, topology):
     [
         ("--topologies v6f:2x2", "there is no topology v6f:2x2"),
         ("--chunk_sizes 32", "chunk_sizes has 32; use any of 16, 64, 256"),
-        ("--preset gla", "preset is 'gla'; use one of ttt_mlp, titans, moneta, yaad, memora"),
+        ("--preset gla", "preset is 'gla'; use one of ttt_mlp, titans, moneta, yaad"),
     ],
 )
 def test_what_is_not_there_is_refused_in_a_sentence(arguments, sentence, capsys):

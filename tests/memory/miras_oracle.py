@@ -175,10 +175,11 @@ def value_shift_cotangent(r, delta):
 
 
 class Carry(NamedTuple):
-    """weights(A) read at a chunk's start, the scalar slope(A) inside it, close(A_t, A_0) at its end; per matrix."""
+    """weights(A) read at a chunk's start, close(A_t, A_0) carried on at its end; inside it, a read is of the weights of
+    that, or moved along by the scalar slope(A) if there is one; per matrix."""
 
     weights: Callable = lambda a: a
-    slope: Callable = lambda a: 1.0
+    slope: Callable | None = lambda a: 1.0
     close: Callable = lambda a, opened: a
 
 
@@ -229,28 +230,25 @@ def norm_power(q, epsilon=1e-6):
 
 
 def lq(q, epsilon=1e-6):
-    """The exact minimiser; its slope is the mean over the entries of (q-1)(p-1)|A|^(p-2) / ||A||_p^(p-2)."""
+    """The exact minimiser."""
     p = q / (q - 1)
 
     def weights(a):
         return (q - 1) * np.sign(a) * np.abs(a) ** (p - 1) / (q_norm(a, p) + epsilon) ** (p - 2)
 
-    def slope(a):
-        return (q - 1) * (p - 1) * np.mean(np.abs(a) ** (p - 2)) / (q_norm(a, p) + epsilon) ** (p - 2)
-
-    return Carry(weights, slope)
+    return Carry(weights, None)
 
 
 def kullback_leibler(size):
-    return Carry(lambda z: size * softmax(z), lambda z: size * np.mean(softmax(z) * (1 - softmax(z))))
+    return Carry(lambda z: size * softmax(z), None)
 
 
 def f_divergence(g):
-    return Carry(slope=np.mean, close=lambda a, opened: f_divergence_step(opened, a - opened, g))
+    return Carry(slope=None, close=lambda a, opened: f_divergence_step(opened, a - opened, g))
 
 
 def bregman_logit():
-    return Carry(sigmoid, lambda z: np.mean(sigmoid(z) * (1 - sigmoid(z))))
+    return Carry(sigmoid, None)
 
 
 # Deep memories.
@@ -322,17 +320,19 @@ def descend(
         if t % chunk_size == 0:
             opened = list(carried)
             anchor = [carry.weights(a) for carry, a in zip(carries, opened, strict=True)]
-            slopes = [carry.slope(a) for carry, a in zip(carries, opened, strict=True)]
         r = read(anchor, scale, keys[t]) - values[t]
         for i, u in enumerate(gradients(anchor, scale, keys[t], cotangent(r, t))):
             past[i] = 0 if momentum is None else gate(momentum, t, i) * past[i]
             past[i] = past[i] - gate(step_size, t, i) * sides(key_step_size, value_step_size, t, i) * u
             carried[i] = gate(retention, t, i) * sides(key_retention, value_retention, t, i) * carried[i] + past[i]
+        closed = [carry.close(a, o) for carry, a, o in zip(carries, carried, opened, strict=True)]
+        weights = [carry.weights(a) for carry, a in zip(carries, closed, strict=True)]
         if (t + 1) % chunk_size == 0:
-            carried = [carry.close(a, o) for carry, a, o in zip(carries, carried, opened, strict=True)]
-            weights = [carry.weights(a) for carry, a in zip(carries, carried, strict=True)]
+            carried = closed
         else:
-            weights = [w + s * (a - o) for w, s, a, o in zip(anchor, slopes, carried, opened, strict=True)]
+            for i, carry in enumerate(carries):
+                if carry.slope is not None:
+                    weights[i] = anchor[i] + carry.slope(opened[i]) * (carried[i] - opened[i])
         reads.append(read(weights, scale, queries[t]))
     return np.array(reads)
 
@@ -372,11 +372,13 @@ def memora(queries, keys, values, start, scale, sizes, chunk_size, **gates):
     return descend(queries, keys, values, start, scale, lambda r, t: r, chunk_size=chunk_size, carries=carries, **gates)
 
 
-def token_rule(queries, keys, values, weights, scale, step):
-    """A gate's published rule on the weights themselves: W_i <- step(W_i, u_i, t, i) at every token, L2 bias."""
+def token_rule(queries, keys, values, weights, scale, step, chunk_size=1):
+    """A gate's published rule on the weights themselves: W_i <- step(W_i, u_i, t, i) at every token, L2 bias, u taken
+    at the weights of the chunk's start."""
     reads = []
     for t in range(len(keys)):
-        found = gradients(weights, scale, keys[t], read(weights, scale, keys[t]) - values[t])
+        anchor = weights if t % chunk_size == 0 else anchor  # noqa: F821
+        found = gradients(anchor, scale, keys[t], read(anchor, scale, keys[t]) - values[t])
         weights = [step(w, u, t, i) for i, (w, u) in enumerate(zip(weights, found, strict=True))]
         reads.append(read(weights, scale, queries[t]))
     return np.array(reads)

@@ -169,12 +169,14 @@ def measure(topology: str, case: Case) -> Row:
 
 
 def deep_presets() -> list[str]:
-    """Presets whose memory has a hidden width."""
+    """Presets whose memory has a hidden width and that a kernel runs."""
     import inspect
 
+    from titans_jax.memory.pallas import entry
     from titans_jax.memory.rule.presets import PRESETS
 
-    return [name for name, preset in PRESETS.items() if "expansion" in inspect.signature(preset.make).parameters]
+    wide = {name: one for name, one in PRESETS.items() if "expansion" in inspect.signature(one.make).parameters}
+    return [name for name, one in wide.items() if entry.supports(rule := one.make(), one.gates.example(rule))]
 
 
 def rule_of(case: Case):

@@ -64,7 +64,7 @@ def test_another_formula_loses_what_the_old_one_could():
     assert declared(Doubled(), "affine", "constant_slope", "takes_gate") == (False, None, False)
     assert declared(Clipped(), "gate_by_channel", "takes_gate") == (False, True)
     assert not Shifted().linear and not Wide().linear
-    assert not Bounded().linear
+    assert declared(Bounded(), "linear", "one_slope") == (False, False)
     assert declared(Scaled(), "descends") == (False,) and algorithms.gradient_descent().descends
     assert declared(Sums(), "descends", "keeps_statistics", "linear_only") == (False, False, True)
 
@@ -88,6 +88,13 @@ def test_a_formula_may_declare_anew():
             return 0.5
 
     assert declared(Weighted(), "affine", "constant_slope") == (True, None)
+
+
+def test_retentions_whose_reads_are_near_enough_by_one_slope():
+    found = {name for name, make in retentions.RETENTIONS.items() if make().one_slope}
+    near = {"decay", "elastic_net", "ftrl_elastic_net", "norm_power", "lagged_kullback_leibler"}
+    assert near <= found
+    assert not found & {"kullback_leibler", "f_divergence", "lq", "bregman_logit"}
 
 
 @pytest.mark.parametrize("preset", ["retnet", "deltanet", "mesa"])

@@ -174,9 +174,10 @@ def test_delta_product_of_one_step_is_gated_deltanet():
     assert presets.delta_product(steps=1) == presets.gated_deltanet()
 
 
-def memora_reads(retention, **channels):
-    """(package, eq 27 on log W) at chunk_size 1; retention(t, i) is what eq 27 multiplies log W of matrix i with."""
-    model = deep_model("memora", miras_inputs.draw_memora, 1, "simplex_size", expansion=2)
+def memora_reads(retention, form="recurrent", chunk_size=1, **channels):
+    """(package, eq 27 on log W) with the gradients of chunks' starts; retention(t, i) is what eq 27 multiplies log W of
+    matrix i with."""
+    model = deep_model("memora", miras_inputs.draw_memora, chunk_size, "simplex_size", expansion=2)
     inputs, params = model.inputs(), model.params
     sizes = params["simplex_size"]
     inputs = {name: inputs[name] for name in ("queries", "keys", "values")} | {
@@ -189,8 +190,8 @@ def memora_reads(retention, **channels):
     weights = [c * oracle.softmax(z) for z, c in zip(params["weights"], sizes, strict=True)]
     step = oracle.kullback_leibler_rule(lambda t, i: 0.9 * retention(t, i), inputs["step_size"], sizes)
     tokens = (inputs[name] for name in ("queries", "keys", "values"))
-    expected = oracle.token_rule(*tokens, weights, params["norm_scale"], step)
-    return run(model.rule, "recurrent", params, inputs)[0], expected
+    expected = oracle.token_rule(*tokens, weights, params["norm_scale"], step, chunk_size)
+    return run(model.rule, form, params, inputs)[0], expected
 
 
 def test_memora_carries_logits_as_eq_27_carries_weights():
@@ -202,6 +203,15 @@ def test_memora_carries_logits_as_eq_27_carries_weights():
     assert error(reads, expected) <= TOLERANCE
     reads, expected = memora_reads(lambda t, i: a[t][:, None] if i == 0 else 1.0, key_retention=a)
     assert error(reads, expected) > 1e-4
+
+
+@pytest.mark.slow_but_for("chunked")
+@each_form
+def test_every_token_of_a_chunk_reads_the_weights_of_eq_27(form):
+    """Exactly, given the gradients: no read inside a chunk is an approximation."""
+    a = np.random.default_rng(4).uniform(0.3, 1.0, (TIME, HEAD_DIM))
+    reads, expected = memora_reads(lambda t, i: a[t][None, :] if i == 1 else 1.0, form, 5, value_retention=a)
+    assert error(reads, expected) <= TOLERANCE
 
 
 def test_matrix_models_start_from_zero_and_deep_ones_are_learned():

@@ -111,7 +111,8 @@ def test_the_gate_alone_token_by_token(name):
 @pytest.mark.parametrize("form", ["associative", "chunked"])
 @each_gate
 def test_the_gate_in_chunks(name, form):
-    """Linear inside a chunk of four, closed at its last token; forgetting included."""
+    """Chunks of four: every token's own weights, or along one slope and closed at the last token; forgetting
+    included."""
     gate = GATES[name]
     params, inputs = problem(gate, True)
     rule = dataclasses.replace(gate.memory_rule, chunk_size=4)

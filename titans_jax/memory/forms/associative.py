@@ -26,8 +26,8 @@ from titans_jax.memory.forms.inner_gradient import (
     inner_loss,
     read,
     readable_weights,
-    since_zero,
     token_retention,
+    weights_at,
 )
 from titans_jax.memory.forms.lag_token import LagToken
 from titans_jax.memory.forms.scan_chunks import BLOCKS_PER_GROUP, scan_blocks
@@ -84,7 +84,7 @@ class AssociativeScan(ChunkAlgorithm):
         rule, gates = self.rule, prepared.gates
         if prepared.starts_document is not None:
             start = select_state(prepared.starts_document, initial, start)
-        opened = rule.retention.weights(since_zero(rule, params, start.anchor), params)
+        opened = weights_at(rule, params, start.anchor)
 
         def loss(weights, token):
             def linear(i, x):

@@ -30,12 +30,14 @@ from titans_jax.memory.forms.inner_gradient import (
     close_chunk,
     gradient_weights,
     inner_gradients,
-    since_zero,
+    slopes_at,
     split_columns,
+    weights_at,
 )
 from titans_jax.memory.forms.intra_chunk import ChannelIntraChunk, IntraChunk, intra_chunks
 from titans_jax.memory.forms.lag_token import LagToken
 from titans_jax.memory.forms.scan_chunks import BLOCKS_PER_GROUP, scan_blocks
+from titans_jax.memory.forms.token_weights import TokenWeights
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, select_state
@@ -56,11 +58,11 @@ def memorize(
 
 
 def choose_algorithm(rule: MemoryRule, gates: Gates, backend: Backend) -> ChunkAlgorithm:
-    """The first of `DeltaRule`, `GatedDeltaRule`, `TiledLeastSquares` that supports the rule, else `ChunkwiseGradient`,
-    which supports all but the lag token, and that behind `LagToken`."""
+    """The first of `DeltaRule`, `GatedDeltaRule`, `TiledLeastSquares`, `TokenWeights` that supports the rule, else
+    `ChunkwiseGradient`, which supports all others but the lag token, and that behind `LagToken`."""
     if rule.retention.lags:
         return LagToken(rule, backend, ChunkwiseGradient(rule, backend))
-    algorithms = [DeltaRule, GatedDeltaRule] + [TiledLeastSquares] * (backend.read_tile is not None)
+    algorithms = [DeltaRule, GatedDeltaRule, TokenWeights] + [TiledLeastSquares] * (backend.read_tile is not None)
     found = next((one for one in algorithms if one.supports(rule, gates)), ChunkwiseGradient)
     return found(rule, backend)
 
@@ -83,12 +85,12 @@ class PreparedChunk:
 
 
 class ChunkwiseGradient(ChunkAlgorithm):
-    """Any memory, bias, retention and algorithm: gradients of all tokens at the chunk's anchor, then reads and the
-    carried matrices by products. A block is one chunk."""
+    """Any memory, bias and algorithm, and any retention that has one slope: gradients of all tokens at the chunk's
+    anchor, then reads and the carried matrices by products. A block is one chunk."""
 
     @classmethod
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
-        return not rule.retention.lags
+        return rule.retention.one_slope and not rule.retention.lags
 
     @property
     def block_size(self) -> BlockSize:
@@ -118,8 +120,7 @@ class ChunkwiseGradient(ChunkAlgorithm):
         rule, retention, operand_dtype = self.rule, self.rule.retention, tokens.keys.dtype
         if prepared.starts_document is not None:
             start = select_state(prepared.starts_document, initial, start)
-        carried_anchor = since_zero(rule, params, start.anchor)
-        anchor, slopes = retention.weights(carried_anchor, params), retention.slope(carried_anchor, params)
+        anchor, slopes = weights_at(rule, params, start.anchor), slopes_at(rule, params, start.anchor)
         found = inner_gradients(rule, params, gradient_weights(rule, anchor, prepared.first_gate), tokens)
         momenta = start.momentum or (None,) * len(start.weights)
 

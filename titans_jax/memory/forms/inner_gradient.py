@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from titans_jax.memory.forms.chunk_algorithm import Tokens
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.algorithms import Written
+from titans_jax.memory.rule.retentions import Slopes
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise
-from titans_jax.ops.matmul import matmul, to_state_dtype
+from titans_jax.ops.matmul import matmul, outer_products, to_state_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -84,6 +85,20 @@ def token_retention(gate: Gates, i: int, matrices: int) -> jax.Array:
     return kept
 
 
+def token_steps(
+    rule: MemoryRule, momentum: Matrices, inputs: Matrices, deltas: Matrices, gate: Gates, operand_dtype
+) -> Matrices:
+    """One token's step S_t of every matrix, of its gradients x_i^T delta_i; inputs, deltas [1, in or out], gate: leaves
+    of one token. With momentum it is what the next token is given as its own."""
+    steps = []
+    for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
+        step = outer_products(-gate.step_size[i] * x, delta, operand_dtype)
+        if rule.algorithm.has_momentum:
+            step = jnp.exp(gate.log_momentum[i]) * momentum[i] + step
+        steps.append(step)
+    return tuple(steps)
+
+
 def read(
     rule: MemoryRule, params: Params, weights: Matrices, queries: Float[Array, "*tokens head_dim"]
 ) -> Float[Array, "*tokens head_dim"]:
@@ -109,24 +124,43 @@ def since_zero(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
 
 
 def readable_weights(rule: MemoryRule, params: Params, state: MemoryState) -> Matrices:
-    """The fast weights that a read at this state sees: those of the chunk's start, moved along (see `retentions`)."""
+    """The fast weights that a read at this state sees: its own, or those of the chunk's start, moved along (see
+    `retentions`)."""
     if rule.retention.linear:
         return since_zero(rule, params, state.weights)
-    anchor = since_zero(rule, params, state.anchor)
-    opened, slopes = rule.retention.weights(anchor, params), rule.retention.slope(anchor, params)
+    if not rule.retention.one_slope:
+        return weights_at(rule, params, close(rule, params, state.weights, state.anchor))
+    opened, slopes = weights_at(rule, params, state.anchor), slopes_at(rule, params, state.anchor)
     parts = zip(opened, slopes, state.weights, state.anchor, strict=True)
     return tuple(w + slope * (carried - anchor) for w, slope, carried, anchor in parts)
 
 
+def weights_at(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
+    """The fast weights of matrices at a chunk's start. The norm behind positive ones takes out what all outputs of the
+    last share, so that is left out of it: in bfloat16 it would cost them their digits."""
+    weights = rule.retention.weights(since_zero(rule, params, carried), params)
+    if not rule.retention.positive or rule.retention.one_slope:
+        return weights
+    *others, last = weights
+    return (*others, last - jnp.mean(last, axis=1, keepdims=True))
+
+
+def slopes_at(rule: MemoryRule, params: Params, carried: Matrices) -> Slopes:
+    """How far they move with the carried ones inside the chunk."""
+    return rule.retention.slope(since_zero(rule, params, carried), params)
+
+
 def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Array) -> tuple[Matrices, jax.Array]:
     """What a chunk passes on, and its reads: if its last slot holds a token, the chunk is over, and that token reads
-    what `Retention.close` makes of the carried matrices."""
+    what `Retention.close` makes of the carried matrices, as all do without one_slope."""
     if rule.retention.linear:
         return end.carried, end.reads
     over = True if end.is_full is None else end.is_full
     closed = close(rule, params, end.carried, end.anchor)
-    last = read(rule, params, rule.retention.weights(since_zero(rule, params, closed), params), queries[-1:])
     carried = tuple(jnp.where(over, new, old) for new, old in zip(closed, end.carried, strict=True))
+    if not rule.retention.one_slope:
+        return carried, end.reads
+    last = read(rule, params, weights_at(rule, params, closed), queries[-1:])
     return carried, jnp.concatenate([end.reads[:-1], jnp.where(over, last, end.reads[-1:])])
 
 
@@ -139,7 +173,7 @@ def close(rule: MemoryRule, params: Params, carried: Matrices, anchor: Matrices)
 
 
 class ChunkEnd(NamedTuple):
-    """A chunk's end while all was linear: the carried matrices, its anchor, its reads [tokens, head_dim], and whether
+    """A chunk's end before it is closed: the carried matrices, its anchor, its reads [tokens, head_dim], and whether
     its last slot holds a token, bool [1, 1] (None: it does)."""
 
     carried: Matrices

@@ -14,13 +14,13 @@ from titans_jax.memory.forms.inner_gradient import (
     inner_gradients,
     read,
     readable_weights,
-    since_zero,
     token_retention,
+    token_steps,
+    weights_at,
 )
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, Surprise, select_state
-from titans_jax.ops.matmul import outer_products
 
 
 def memorize(
@@ -51,22 +51,17 @@ def write(
     rule: MemoryRule, params: Params, state: MemoryState, key: jax.Array, value: jax.Array, gate: Gates
 ) -> tuple[MemoryState, Surprise]:
     """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise [1]."""
-    matrices = len(state.weights)
-    anchor = rule.retention.weights(since_zero(rule, params, state.anchor), params)
-    anchor = gradient_weights(rule, anchor, gate)
+    anchor = gradient_weights(rule, weights_at(rule, params, state.anchor), gate)
     own = (None if x is None else x[None] for x in (gate.bias_gate, gate.key_step_size, gate.value_step_size))
     inputs, deltas, surprise = inner_gradients(rule, params, anchor, Tokens(key, key, value, *own))
+    steps = token_steps(rule, state.momentum, inputs, deltas, gate, key.dtype)
     lagging = rule.retention.lags & (state.position == 0)
-    weights, momentum = [], []
-    for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
-        step = -gate.step_size[i] * outer_products(x, delta, key.dtype)
-        if rule.algorithm.has_momentum:
-            step = jnp.exp(gate.log_momentum[i]) * state.momentum[i] + step
-            momentum.append(step)
-        retention = token_retention(gate, i, matrices)
-        weight = retention * state.weights[i] + step
+    weights = []
+    for i, (before, step) in enumerate(zip(state.weights, steps, strict=True)):
+        retention = token_retention(gate, i, len(steps))
+        weight = retention * before + step
         if rule.retention.lags:
-            weight = jnp.where(lagging, rule.retention.first(state.weights[i], retention, step, i, params), weight)
+            weight = jnp.where(lagging, rule.retention.first(before, retention, step, i, params), weight)
         weights.append(weight)
     position = state.position + 1
     closed = position == rule.chunk_size
@@ -74,4 +69,5 @@ def write(
         after = close(rule, params, tuple(weights), state.anchor)
         weights = [jnp.where(closed, new, w) for new, w in zip(after, weights, strict=True)]
     anchor = tuple(jnp.where(closed | lagging, w, a) for w, a in zip(weights, state.anchor, strict=True))
-    return MemoryState(tuple(weights), tuple(momentum), anchor, jnp.where(closed, 0, position)), surprise
+    momentum = steps if rule.algorithm.has_momentum else ()
+    return MemoryState(tuple(weights), momentum, anchor, jnp.where(closed, 0, position)), surprise

@@ -28,8 +28,8 @@ from titans_jax.ops.platform import LANES, SUBLANES
 
 
 class KernelChunkwiseGradient(KernelAlgorithm):
-    """Rules with a retention and an algorithm that a kernel has the operations for; channels apart only without
-    momentum, none that decays first."""
+    """Rules with a retention and an algorithm that a kernel has the operations for, one slope for all reads of a chunk;
+    channels apart only without momentum, none that decays first."""
 
     algorithm = ChunkwiseGradient
 
@@ -38,7 +38,7 @@ class KernelChunkwiseGradient(KernelAlgorithm):
         by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
         separates = not (by_channel and rule.algorithm.has_momentum)
         has = PALLAS.missing.isdisjoint(rule.retention.operations | rule.algorithm.operations)
-        return separates and has and not rule.algorithm.decay_first
+        return separates and has and rule.retention.one_slope and not rule.algorithm.decay_first
 
     @property
     def block_tokens(self) -> int:

@@ -44,8 +44,8 @@ def memorize(
     if algorithm is None:
         raise ValueError(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates: no "
-            "retention of channels with momentum, of value channels before the error, with a lag token or an arctan, "
-            "and no least squares; use form='chunked'."
+            "retention of channels with momentum, of value channels before the error, with a lag token or an arctan or "
+            "weights of every token's own, and no least squares; use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, algorithm.block_tokens, state, inputs)

@@ -2,12 +2,13 @@
 18-27; memory/README.md, Retention gates that are not linear).
 
 Every gate of Miras carries matrices A (an accumulator, logits, or the weights themselves) that evolve linearly inside a
-chunk, A_t = alpha_t A_{t-1} + S_t, which is what the parallel forms need. What is not linear is done once a chunk:
+chunk, A_t = alpha_t A_{t-1} + S_t, which is what the parallel forms need. A token of a chunk that starts at A_0 reads
 
-    inside a chunk that starts at A_0    W_t = weights(A_0) + slope(A_0) (A_t - A_0)      (one slope per matrix)
-    after its last token                 A_0 <- close(A_t, A_0), so that token reads weights(A_0)
+    W_t = weights(close(A_t, A_0))                            its own weights, exactly, or
+    W_t = weights(A_0) + slope(A_0) (A_t - A_0)               where one slope per matrix is near enough (`one_slope`)
 
-With chunk_size 1 this is the paper's rule at every token. `decay` is linear throughout: weights(A) = A.
+and after the chunk's last token A_0 <- close(A_t, A_0), so that token reads weights(A_0). With chunk_size 1 both are
+the paper's rule at every token. `decay` is linear throughout: weights(A) = A.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 
 from titans_jax.memory.rule.architectures import Params, Shapes
 from titans_jax.memory.rule.capabilities import forget
+from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
@@ -38,23 +40,28 @@ class Retention:
     """How the carried matrices [in, out] lose their past, and what is read of them. A retention gate declares:
 
     linear: weights(A) = A and nothing happens at a chunk's end. homogeneous: weights(A) = slope(A) A.
+    one_slope: inside a chunk, reads move by `slope`, by products of matrices; without it every token's weights are
+    formed, which is exact and takes elementwise work of a matrix per token (`forms.token_weights`).
     positive: the weights cannot be negative, so the memory must be one that does not need it. lags: a chunk's first
     token takes a step of its own, `first`, after which its anchor is (see `forms.lag_token`).
     operations: operations of it that not every backend has ("arctan", "lag_token"). In a TPU kernel, numbers of a whole
-    matrix must be rows, as `mean` makes them.
+    matrix must be rows, as `norm` makes them.
 
-    A subclass that overrides `weights`, `slope`, `close` or `first` has linear and homogeneous only if it says so.
+    A subclass that overrides `weights`, `slope`, `close` or `first` has linear, homogeneous and one_slope only if it
+    says so.
     """
 
     linear = False
     homogeneous = False
+    one_slope = True
     positive = False
     lags = False
     operations: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        forget(cls, {"linear": False, "homogeneous": False}, ("weights", "slope", "close", "first"))
+        lost = {"linear": False, "homogeneous": False, "one_slope": False}
+        forget(cls, lost, ("weights", "slope", "close", "first"))
 
     def start(self, weights: jax.Array) -> jax.Array:
         """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
@@ -65,12 +72,13 @@ class Retention:
         return carried
 
     def slope(self, carried: Matrices, params: Params) -> Slopes:
-        """How far the weights move with the carried ones inside a chunk, a number per matrix, a row [1, out] or 1.0:
-        their derivative or the mean of its diagonal, with norms and thresholds held as they were at its start."""
+        """With one_slope, how far the weights move with the carried ones inside a chunk, a number per matrix, a row [1,
+        out] or 1.0: their derivative, with norms and thresholds held as they were at its start."""
         return (1.0,) * len(carried)
 
     def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
-        """What is carried on after a chunk that started at `opened`."""
+        """What is carried on after a chunk that started at `opened`; without one_slope, also what a token inside it
+        would read the weights of."""
         return carried
 
     def slow(self, shapes: Shapes) -> Params:
@@ -126,6 +134,8 @@ class ElasticNet(Threshold):
     Inside a chunk W is linear; the threshold is applied once, at its end.
     """
 
+    one_slope = True
+
     def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
         return self.shrink(carried)
 
@@ -133,7 +143,12 @@ class ElasticNet(Threshold):
 @register_retention()
 @dataclasses.dataclass(frozen=True)
 class FtrlElasticNet(Threshold):
-    """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but not forgotten."""
+    """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but not forgotten.
+
+    Inside a chunk, entries below the threshold move as those above it.
+    """
+
+    one_slope = True
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return self.shrink(carried)
@@ -150,6 +165,7 @@ class NormPower(Retention):
 
     q: float = 4.0
     homogeneous = True
+    one_slope = True
 
     def __post_init__(self) -> None:
         if not self.q >= 1 or self.q == 3:
@@ -173,7 +189,7 @@ class Lq(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / (||A||_p + epsilon)^(p-2), p = q / (q-1).
 
     1 < q <= 2. The exact minimiser but for epsilon; the form printed in the paper is `norm_power(p)`,
-    the same at q = 2. Inside a chunk the norm is that of the chunk's start.
+    the same at q = 2.
     """
 
     q: float = 1.5
@@ -199,9 +215,6 @@ class Lq(Retention):
             (self.q - 1) * x * (norm(a, self.p) + EPSILON) ** (2 - self.p) for x, a in zip(powers, carried, strict=True)
         )
 
-    def slope(self, carried: Matrices, params: Params) -> Slopes:
-        return tuple(mean(jnp.abs(a) ** (self.p - 2)) * (norm(a, self.p) + EPSILON) ** (2 - self.p) for a in carried)
-
 
 @register_retention()
 @dataclasses.dataclass(frozen=True)
@@ -224,11 +237,7 @@ class KullbackLeibler(Retention):
         return weights * weights.shape[0] ** 0.5
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
-        return tuple(c * jax.nn.softmax(z, axis=0) for z, c in zip(carried, params["simplex_size"], strict=True))
-
-    def slope(self, carried: Matrices, params: Params) -> Slopes:
-        shares = (jax.nn.softmax(z, axis=0) for z in carried)
-        return tuple(c * mean(w * (1 - w)) for w, c in zip(shares, params["simplex_size"], strict=True))
+        return tuple(c * softmax(z) for z, c in zip(carried, params["simplex_size"], strict=True))
 
     def slow(self, shapes: Shapes) -> Params:
         return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
@@ -242,6 +251,7 @@ class LaggedKullbackLeibler(KullbackLeibler):
     the logarithm, since the linear steps can leave any sign."""
 
     homogeneous = True
+    one_slope = True
     lags = True
     operations: ClassVar = frozenset({"lag_token"})
 
@@ -250,9 +260,6 @@ class LaggedKullbackLeibler(KullbackLeibler):
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return carried
-
-    def slope(self, carried: Matrices, params: Params) -> Slopes:
-        return (1.0,) * len(carried)
 
     def first(self, carried: jax.Array, retention: jax.Array, step: jax.Array, i: int, params: Params) -> jax.Array:
         """W_1 of matrix i, of W_0, the token's retention and its step."""
@@ -266,8 +273,8 @@ class FDivergence(Retention):
     """W_t = W_{t-1} * g(S_t - zeta_t), zeta_t such that every output unit's weights keep their sum (Miras eq 18).
 
     g: any increasing positive function, (f')^-1 of the divergence; `jnp.exp` is Kullback-Leibler. It must be a function
-    of one argument that jax can trace. Inside a chunk W drifts linearly; the multiplicative step of the whole chunk is
-    taken at its end, on what the carried matrix moved: with alpha = 1 that is the sum of its steps.
+    of one argument that jax can trace. Inside a chunk W drifts linearly, and one multiplicative step from the chunk's
+    start to a token is taken on what the carried matrix moved since: with alpha = 1 that is the sum of its steps.
     """
 
     g: Callable[[jax.Array], jax.Array] = jnp.exp
@@ -282,9 +289,6 @@ class FDivergence(Retention):
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jnp.where(w < 0, 0, w) for w in carried)  # a learned start may have left the positive side
-
-    def slope(self, carried: Matrices, params: Params) -> Slopes:
-        return tuple(mean(w) for w in self.weights(carried, params))
 
     def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
         return tuple(self.step(a, w) for a, w in zip(carried, opened, strict=True))
@@ -321,19 +325,25 @@ class BregmanLogit(Retention):
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jax.nn.sigmoid(z) for z in carried)
 
-    def slope(self, carried: Matrices, params: Params) -> Slopes:
-        return tuple(mean(w * (1 - w)) for w in self.weights(carried, params))
+
+@jax.custom_jvp
+def softmax(matrix: jax.Array) -> jax.Array:
+    """Of every column. Its derivative sums by products: XLA on a CPU is slow at sums of elementwise products."""
+    return jax.nn.softmax(matrix, axis=0)
+
+
+@softmax.defjvp
+def softmax_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    shares, (change,) = softmax(*primals), tangents
+    ones = jnp.ones((1, len(shares)), shares.dtype)
+    total = matmul(ones, shares * change, shares.dtype)
+    return shares, shares * (change - matmul(ones.T, total, shares.dtype))
 
 
 def norm(matrix: jax.Array, q: float) -> jax.Array:
     """||matrix||_q over all entries, as a row, with a finite gradient at 0; the largest entry is taken out first."""
     largest = jax.lax.stop_gradient(jnp.maximum(over_all(jnp.max, jnp.abs(matrix)), 1e-30))
     return largest * (over_all(jnp.sum, jnp.abs(matrix / largest) ** q) + 1e-30) ** (1 / q)
-
-
-def mean(matrix: jax.Array) -> jax.Array:
-    """The mean of all entries, as a row."""
-    return over_all(jnp.sum, matrix) / matrix.size
 
 
 def over_all(reduce: Callable, matrix: jax.Array) -> jax.Array:
