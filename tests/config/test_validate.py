@@ -39,9 +39,9 @@ def test_a_configuration_saved_before_a_field_existed_means_what_models_did_then
     saved = to_dict(config)
     assert from_saved(json.loads(json.dumps(saved))) == config
     del saved["model"]["mac_write"]
-    for field in ("forget_to", "step_unit", "normalize_values"):
+    for field in ("forget_to", "step_unit"):
         del saved["model"]["memory"][field]
-    memory = MemoryConfig(preset="yaad", forget_to="zero", step_unit="head_dim", normalize_values=False)
+    memory = MemoryConfig(preset="yaad", forget_to="zero", step_unit="head_dim")
     assert from_saved(saved).model == ModelConfig(dim=512, mac_write="attention", memory=memory)
     assert from_saved({}).model.memory.step_unit == "head_dim"
 

@@ -155,11 +155,9 @@ class Model:
         count = len(history) + len(x)
         y = sum(taps[lag] * rows[len(taps) - 1 - lag :][:count] for lag in range(len(taps)))[len(history) :]
         y = self.split(silu(y) if self.config.memory.activation else y)
-        unit = y / np.sqrt(np.sum(y**2, axis=-1, keepdims=True) + 1e-6)
-        if name != "value":
-            return unit
-        answers = self.config.memory.normalize_values and self.rule().architecture == "residual_mlp"
-        return unit * np.sqrt(self.config.head_dim) if answers else y
+        if name == "value":
+            return y
+        return y / np.sqrt(np.sum(y**2, axis=-1, keepdims=True) + 1e-6)
 
     def write(self, p, rows, part, states):
         """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""

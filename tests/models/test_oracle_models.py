@@ -10,7 +10,7 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
     small.config("lmm", "window", depth=4, tie_embeddings=True),
     small.config("mag", num_persistent=0, memory={"momentum": False, "architecture": "linear", "activation": False}),
     small.config("mac", num_persistent=0, conv_size=1, memory={"architecture": "mlp", "depth": 3}),
-    small.config("mac", mac_write="attention", memory={"forget_to": "zero", "normalize_values": False}),
+    small.config("mac", mac_write="attention", memory={"forget_to": "zero"}),
     small.config("mal", conv_size=6, memory={"architecture": "gated_mlp", "form": "associative"}),
 ]
 

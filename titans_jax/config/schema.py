@@ -55,7 +55,7 @@ class MemoryConfig:
     form: Literal["auto", "fused", "chunked", "associative", "recurrent"] = "auto"
     """Which implementation runs the rule in training: `auto` is `fused`, one kernel, on TPUs, and `chunked` elsewhere.
     Never changes the numbers beyond rounding."""
-    max_step_size: float = 1.0
+    max_step_size: float = 3.0
     """theta_max, the largest step: the step size of Titans is theta_max * sigmoid(gate), in units of `step_unit`."""
     step_unit: Literal["error", "head_dim"] = "error"
     """What a step size of 1 is: the one with which a write to a fresh memory removes all of its token's error, whatever
@@ -66,9 +66,6 @@ class MemoryConfig:
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""
-    normalize_values: bool = True
-    """Give the values of a memory that answers through a norm the size of its answers, root mean square 1 (the papers'
-    letter is False: values of any size, which most of the error is)."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 
@@ -303,7 +300,6 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
     "model.memory.forget_to": "zero",
-    "model.memory.normalize_values": False,
     "model.memory.step_unit": "head_dim",
 }
 """What models did before these fields existed: a configuration that was saved without them means this."""

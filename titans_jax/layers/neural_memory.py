@@ -1,7 +1,6 @@
 """The neural memory as a layer: projections in front, one memory per head, norm and gate behind (Titans 4.4).
 
-    q, k, v = silu(conv(x W))          each its own projection and convolution; q and k to unit norm per head, and v to
-                                       that of the memory's answers where these are normalised
+    q, k, v = silu(conv(x W))          each its own projection and convolution; q and k to unit norm per head
     alpha, eta, theta = gates(x)       per token, head and fast matrix, or as the preset's paper has them
     r = memory(q, k, v, gates)         titans_jax.memory, a batch and heads of it
     y = (rms_norm(r) * silu(x W_g)) W_o
@@ -60,18 +59,15 @@ class HeadInputs(NamedTuple):
 
 
 class MemoryInput(nnx.Module):
-    """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, norm.
+    """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
 
-    norm: the Euclidean norm that every head's vector is given, or None. With several copies, one for each inner step of
-    a token: [b, t, h, copies, d]. As logits, without SiLU.
+    With several copies, one for each inner step of a token: [b, t, h, copies, d]. As logits, without SiLU.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, norm: float | None, logits: bool = False, copies: int = 1, rngs: nnx.Rngs
-    ):
+    def __init__(self, config: ModelConfig, *, unit_norm: bool, logits: bool = False, copies: int = 1, rngs: nnx.Rngs):
         width = config.num_heads * copies * config.head_dim
         self.heads = (config.num_heads, *[copies] * (copies > 1), config.head_dim)
-        self.activation, self.norm = config.memory.activation and not logits, norm
+        self.activation, self.unit_norm = config.memory.activation and not logits, unit_norm
         self.projection = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.convolution = CausalConvolution(config, width, rngs=rngs)
 
@@ -84,11 +80,10 @@ class MemoryInput(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Also returns the convolution's next tail; see `CausalConvolution`."""
         x = constrain(self.projection(x), BATCH, None, "tensor")
-        unit_norm = None if self.norm is None else self.heads[-1]
+        unit_norm = self.heads[-1] if self.unit_norm else None
         x, tail = self.convolution.features(
             x, tail, documents, initial_tail, activation=self.activation, unit_norm=unit_norm
         )
-        x = x if self.norm in (None, 1.0) else x * self.norm
         return checkpoint_name(x.reshape(*x.shape[:-1], *self.heads), "features"), tail
 
 
@@ -108,14 +103,13 @@ class NeuralMemory(nnx.Module):
         self.rematerialised = config.remat != "none"
         self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
         width = config.num_heads * config.head_dim
-        self.query = MemoryInput(config, norm=1.0, rngs=rngs)
+        self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
         choices = gate_choices(config.memory)
         copies = choices.projected_steps(self.rule)
         projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
         gate = choices.complement_keys  # what a key's channel forgets decides both
-        self.key = projected(norm=None if gate else 1.0, logits=gate)
-        answers = config.memory.normalize_values and self.rule.architecture.normalized
-        self.value = projected(norm=config.head_dim**0.5 if answers else None)
+        self.key = projected(unit_norm=not gate, logits=gate)
+        self.value = projected(unit_norm=False)
 
         keys = jax.random.split(rngs.params(), config.num_heads)
         start = jax.vmap(lambda key: memory.init_params(self.rule, key, config.head_dim))(keys)
