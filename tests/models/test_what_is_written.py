@@ -1,4 +1,4 @@
-"""What blocks write into their memories: keys that tell tokens apart, and gradients that a longer text leaves alone."""
+"""What blocks write into their memories: keys that tell tokens apart."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.models import LanguageModel
 
 BLOCKS = ("lmm", "mac", "mag", "mal")
-DEEP = ("titans", "moneta", "yaad", "memora", "ttt_linear", "ttt_mlp")
 
 
 def model(block, preset="titans", **fields):

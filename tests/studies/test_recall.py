@@ -64,8 +64,8 @@ def test_one_model_per_preset_block_and_head_dim_and_one_attention():
     )
     found = kinds(options)
     assert list(found) == [
-        ("titans", "lmm", 8, 0.1), ("titans", "lmm", 4, 0.1), ("attention", "", 8, None),
-        ("titans", "mac", 8, 0.1), ("titans", "mac", 4, 0.1),
+        ("titans", "lmm", 8, 3.0), ("titans", "lmm", 4, 3.0), ("attention", "", 8, None),
+        ("titans", "mac", 8, 3.0), ("titans", "mac", 4, 3.0),
     ]  # fmt: skip
     assert all(model.num_heads * model.head_dim == 8 for model in found.values())
     assert [model.pattern for model in found.values()] == [("lmm",), ("lmm",), ("attention",), ("mac",), ("mac",)]
@@ -117,7 +117,7 @@ def test_the_plot_shows_the_most_accurate_step_size(tmp_path):
 def test_state_floats_by_hand():
     """Two matrices of head_dim x expansion head_dim, each as weights, momentum and anchor, for every head."""
     found = kinds(dataclasses.replace(TINY, presets=("titans", "attention"), depth=2))
-    assert models.state_floats(found["titans", "lmm", 4, 0.1], 8) == 2 * 3 * 2 * (4 * 8)
+    assert models.state_floats(found["titans", "lmm", 4, 3.0], 8) == 2 * 3 * 2 * (4 * 8)
     assert models.state_floats(found["attention", "", 4, None], 8) == 2 * 8 * 8  # keys, values of 8 tokens, width 8
 
 
