@@ -139,7 +139,7 @@ def memorize(
             )
             past = eta * state.momentum[matrix] if rule.has_momentum else 0.0
             new_momentum.append(past - theta * gradient)
-            goal = np.array(params["weights"][matrix], np.float64) * rule.forget_to_start
+            goal = np.array(params["weights"][matrix], np.float64) if rule.forget_to_start else 0.0
             new_weights.append(goal + (1 - alpha) * (state.weights[matrix] - goal) + new_momentum[-1])
         position = (state.position + 1) % rule.chunk_size
         state = State(new_weights, new_momentum, anchor, position)

@@ -95,7 +95,7 @@ def forms_agree(rule: MemoryRule, sides: tuple[str, ...] = ()) -> np.ndarray:
         )
         forms = ("recurrent", "associative", "chunked")
         run = lambda *inputs: [memory.memorize(rule, *inputs, form)[0] for form in forms]  # noqa: E731
-        recurrent, *others = map(np.asarray, small.compiled(run)(params, state, queries, keys, values, gates))
+        recurrent, *others = map(np.asarray, jax.jit(run)(params, state, queries, keys, values, gates))
         for reads in others:
             np.testing.assert_allclose(reads, recurrent, rtol=1e-9, atol=1e-10)
     return recurrent

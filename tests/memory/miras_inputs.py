@@ -266,7 +266,7 @@ def memorize(rule, form, params, x):
 def program(rule, form, batched, optimized):
     answer = functools.partial(memorize, rule, form)
     answer = jax.vmap(answer, in_axes=(None, 0)) if batched else answer
-    return jax.jit(answer, compiler_options={} if optimized else {"xla_backend_optimization_level": 0})
+    return jax.jit(answer, compiler_options={"xla_backend_optimization_level": 3 if optimized else 0})
 
 
 def run(rule, form, params, inputs, dtype=np.float64, batched=False):

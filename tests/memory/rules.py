@@ -196,7 +196,7 @@ def program(case, form, with_gradients, optimized):
         )
         return answer | {"gradients": gradients[0] | gradients[1]}
 
-    options = {} if optimized else {"xla_backend_optimization_level": 0}
+    options = {"xla_backend_optimization_level": 3 if optimized else 0}
     return jax.jit(jax.vmap(answer, in_axes=(None, 0, 0)), compiler_options=options)
 
 

@@ -65,13 +65,10 @@ def tokens(batch=2, time=TIME, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (batch, time)), jnp.int32)
 
 
-# Compilation is most of what these tests cost; unoptimised code halves it.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-forward = compiled(lambda model, tokens: model(tokens))
-forward_packed = compiled(lambda model, tokens, segment_ids: model(tokens, segment_ids))
-extend = compiled(lambda model, tokens, state: model.extend(tokens, state))
-init_state = compiled(lambda model, batch: model.init_state(batch, MAX_LENGTH), static_argnums=1)
+forward = jax.jit(lambda model, tokens: model(tokens))
+forward_packed = jax.jit(lambda model, tokens, segment_ids: model(tokens, segment_ids))
+extend = jax.jit(lambda model, tokens, state: model.extend(tokens, state))
+init_state = jax.jit(lambda model, batch: model.init_state(batch, MAX_LENGTH), static_argnums=1)
 
 
 def params_by_path(model):

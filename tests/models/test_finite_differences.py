@@ -43,7 +43,7 @@ def build(block, preset):
 def test_the_slope_of_the_loss_is_its_difference(preset, block):
     with jax.enable_x64(True):
         graphdef, params, direction, batch = build(block, preset)
-        program = small.compiled(jax.value_and_grad(lambda params: loss_sum(graphdef, params, batch)[0]))
+        program = jax.jit(jax.value_and_grad(lambda params: loss_sum(graphdef, params, batch)[0]))
         _, gradient = program(params)
         leaves = zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True)
         slope = float(sum(jnp.vdot(g, d) for g, d in leaves))

@@ -33,7 +33,7 @@ def test_gradient(kind):
         model, tokens = small.build(small.config(kind, memory={"max_step_size": 0.1})), small.tokens()
         rng = np.random.default_rng(1)
         weights = jnp.asarray(rng.normal(size=(*tokens.shape, small.VOCAB)))
-        value_and_gradient = small.compiled(jax.value_and_grad(lambda model: jnp.sum(model(tokens) * weights)))
+        value_and_gradient = jax.jit(jax.value_and_grad(lambda model: jnp.sum(model(tokens) * weights)))
         _, gradient = value_and_gradient(model)
         for path, leaf in nnx.to_flat_state(nnx.state(gradient)):
             value = np.array(leaf[...])
@@ -75,7 +75,7 @@ def test_diagnostics_are_means_over_what_is_not_padding():
     with jax.enable_x64(True):
         config = small.config("mac", "window", "lmm", depth=6)
         model, tokens = small.build(config), small.tokens(time=16)
-        report = small.compiled(lambda t, s: model(t, s, return_diagnostics=True)[1])
+        report = jax.jit(lambda t, s: model(t, s, return_diagnostics=True)[1])
         full = report(tokens, jnp.ones((2, 16), jnp.int32))
         assert set(full) == {
             "retention", "momentum", "step_size", "inner_loss", "explained_share", "update_norm", "weight_norm"
@@ -99,7 +99,7 @@ def test_remat_changes_memory_not_numbers():
         tokens, gradients = small.tokens(time=8), []
         for remat in ("none", "full", "dots"):
             model = small.build(small.config("window", remat=remat))
-            gradient = small.compiled(jax.grad(lambda model: jnp.sum(jnp.sin(model(tokens)))))(model)
+            gradient = jax.jit(jax.grad(lambda model: jnp.sum(jnp.sin(model(tokens)))))(model)
             gradients.append(jax.tree.leaves(gradient))
         for other in gradients[1:]:
             for a, b in zip(gradients[0], other, strict=True):

@@ -17,7 +17,7 @@ def test_attention_as_a_kernel_changes_nothing(monkeypatch):
     ids = jnp.array([[1] * 5 + [0] * 3 + [2] * 14, [1] * 22], jnp.int32)
 
     def forward():
-        return np.array(small.compiled(lambda tokens, ids: model(tokens, ids))(tokens, ids))[np.array(ids) > 0]
+        return np.array(jax.jit(lambda tokens, ids: model(tokens, ids))(tokens, ids))[np.array(ids) > 0]
 
     plain, seen = forward(), []
 

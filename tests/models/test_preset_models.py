@@ -59,7 +59,7 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
     with jax.enable_x64(True):
         model, tokens = model_of(preset, "lmm"), small.tokens(time=11)
         whole = small.forward(model, tokens)
-        gradients = small.compiled(jax.grad(lambda model: jnp.sum(jnp.sin(model(tokens)))))(model)
+        gradients = jax.jit(jax.grad(lambda model: jnp.sum(jnp.sin(model(tokens)))))(model)
         state = small.init_state(model, len(tokens))
         logits, state = small.extend(model, tokens[:, :6], state)
         pieces = [logits]
@@ -91,7 +91,7 @@ def test_choices_combine(choices):
         model = small.build(small.config("lmm", memory={"gate_rank": 4} | choices, depth=1))
         tokens = small.tokens(time=11)
         whole = small.forward(model, tokens)
-        gradients = small.compiled(jax.grad(lambda model: jnp.sum(jnp.sin(model(tokens)))))(model)
+        gradients = jax.jit(jax.grad(lambda model: jnp.sum(jnp.sin(model(tokens)))))(model)
         first, state = small.extend(model, tokens[:, :6], small.init_state(model, len(tokens)))
         second, _ = small.extend(model, tokens[:, 6:], state)
         np.testing.assert_allclose(

@@ -22,7 +22,7 @@ from titans_jax.models import LanguageModel
 
 config = small.config("mac", depth=1, dtype="float32", memory={"max_step_size": 0.1})
 alone, tokens = small.build(config), small.tokens(batch=4, time=8)
-value_and_gradient = small.compiled(jax.value_and_grad(lambda model: jnp.mean(jnp.square(model(tokens)))))
+value_and_gradient = jax.jit(jax.value_and_grad(lambda model: jnp.mean(jnp.square(model(tokens)))))
 expected = value_and_gradient(alone)
 with sharding.use_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
     _, abstract = nnx.get_abstract_model(lambda: LanguageModel(config, rngs=nnx.Rngs(0)), jax.sharding.get_mesh())

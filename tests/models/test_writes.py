@@ -48,7 +48,7 @@ def test_reads_are_those_of_the_start(family):
     with jax.enable_x64(True):
         layer = jax.jit(lambda: NeuralMemory(config, rngs=nnx.Rngs(0)))()
         x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 11, config.dim)))
-        written, _, _ = small.compiled(lambda layer, x: layer.memorize(x, layer.init_state(2)))(layer, x)
+        written, _, _ = jax.jit(lambda layer, x: layer.memorize(x, layer.init_state(2)))(layer, x)
         layer.writes = False
 
         def run(layer, x):
@@ -57,7 +57,7 @@ def test_reads_are_those_of_the_start(family):
             queries, _ = layer.query(x, start.tails["query"])
             return reads, start.memory, after.memory, report, queries
 
-        reads, start, after, report, queries = small.compiled(run)(layer, x)
+        reads, start, after, report, queries = jax.jit(run)(layer, x)
         jax.tree.map(np.testing.assert_array_equal, start, after)
         assert report == {}
         for head in range(config.num_heads):

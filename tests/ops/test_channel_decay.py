@@ -15,7 +15,6 @@ IMPLEMENTATIONS = {
     "pallas": channel_decay_pallas.ChannelDecay,
 }
 CHANNELS = 3
-FAST_COMPILATION = {"xla_backend_optimization_level": 0}
 each = pytest.mark.parametrize("implementation", ["xla", "pallas"])
 every = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)  # where columns are broadcast
 # One token, a register's eight rows, and more of them that are no power of two.
@@ -46,7 +45,7 @@ def documents(tokens):
     return (number[:, None] == number) & np.tri(tokens, dtype=bool)
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "steps"), compiler_options=FAST_COMPILATION)
+@functools.partial(jax.jit, static_argnames=("implementation", "steps"))
 def compute(implementation, gates, xs, y, mixed_scores=None, visible=None, steps=1):
     """All that an implementation has."""
     found = IMPLEMENTATIONS[implementation](channel_decay.clipped(jnp.log(gates)), visible)
@@ -156,7 +155,7 @@ def test_gradients(implementation):
     generator = np.random.default_rng(2)
     probe, direction = np.tril(generator.normal(size=(tokens, tokens))), generator.normal(size=gates.shape)
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
+    @jax.jit
     def slope(log_gate):
         def total(log_gate):
             found = IMPLEMENTATIONS[implementation](log_gate)

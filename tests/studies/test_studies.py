@@ -152,7 +152,7 @@ def test_the_quick_version_is_smaller(name):
     [
         ("step_size --presets deltanet", "presets has 'deltanet', whose step has no largest size; use "),
         ("step_size --tasks recal", "tasks has 'recal'; use recall, language or both"),
-        ("step_size --block window", "blocks has 'window'; use lmm, mac, mag or mal"),
+        ("step_size --block window", "blocks has 'window'; use lmm, mac, mag"),
         ("step_size --max_step_sizes 0 --tasks recall", "model.memory.max_step_size is 0"),
         ("ablation --variants without", "variants has 'without'; use full, without momentum"),
         ("ablation --language.data.packing documents", "data.packing is 'documents'; use stream"),

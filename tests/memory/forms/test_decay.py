@@ -13,8 +13,7 @@ from titans_jax.ops.channel_decay import LOG_CUT
 
 TOKENS = 48
 W_0, S_0, DOCUMENT_W, DOCUMENT_S, GRADIENTS = 0, 1, 2, 3, 4  # rows of the basis in which the recurrence is written
-FAST_COMPILATION = {"xla_backend_optimization_level": 0}
-coefficients = jax.jit(decay.coefficients, static_argnames="tile", compiler_options=FAST_COMPILATION)
+coefficients = jax.jit(decay.coefficients, static_argnames="tile")
 
 
 def recurrence(retention, momentum, step_size, mask=None, resets=None):
@@ -133,7 +132,7 @@ def test_gradients_are_finite_at_cuts(tile):
     generator = np.random.default_rng(4)
     probe = generator.normal(size=(TOKENS, TOKENS))
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILATION)
+    @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2))
     def gradients(log_retention, log_momentum, step_size):
         rows = (x[None] for x in (log_retention, log_momentum, step_size))
@@ -171,7 +170,7 @@ def test_block_coefficients_are_those_of_every_block_and_matrix():
     resets = np.stack([RESETS, np.zeros(TOKENS, bool), RESETS])
     with jax.enable_x64(True):
         gates = Gates(*(jnp.asarray(x) for x in (np.log(retention), np.log(momentum), step_size, mask)))
-        make = jax.jit(decay.block_coefficients, static_argnums=2, compiler_options=FAST_COMPILATION)
+        make = jax.jit(decay.block_coefficients, static_argnums=2)
         made = jax.tree.map(np.asarray, make(gates, jnp.asarray(resets), 16))
     for block in range(blocks):
         for matrix in range(matrices):

@@ -1,7 +1,5 @@
 """Rank-one gradients of all tokens: their sum is the gradient of the summed inner losses by the fast weights."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ from titans_jax.memory.forms import inner_gradient
 from titans_jax.memory.forms.chunk_algorithm import Tokens
 
 TOKENS, HEAD_DIM = 5, 4
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+compiled = jax.jit
 ARCHITECTURES = {
     "linear": architectures.linear(),
     "mlp": architectures.mlp(3, 2),

@@ -1,7 +1,6 @@
 """Reads of all tokens and the state at a chunk's end, against forming every token's matrix."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from titans_jax.ops.matmul import Transposed
 TOKENS, NARROW, WIDE = 12, 4, 6
 
 
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+compiled = jax.jit
 
 
 def matrices(start, momentum, inner, deltas, gates):

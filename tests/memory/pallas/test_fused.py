@@ -98,7 +98,7 @@ def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradien
         return probed((reads, state)), {"reads": reads, "state": state, "surprise": surprise}
 
     program = jax.grad(loss, (0, 1), has_aux=True) if gradients else loss
-    program = jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})
+    program = jax.jit(program)
     found, answer = program(params, inputs, flags or {})
     return answer | {"params": found[0], "inputs": found[1]} if gradients else answer
 

@@ -12,7 +12,7 @@ from titans_jax.memory.forms.decay import block_coefficients
 from titans_jax.memory.pallas.gate_rows import RowLayout, pack_rows, unpack_rows
 
 BLOCKS, TOKENS, MATRICES = 2, 8, 2
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+compiled = jax.jit
 
 
 @pytest.mark.parametrize("with_momentum", [True, False], ids=["momentum", "descent"])

@@ -328,7 +328,8 @@ class BregmanLogit(Retention):
 
 @jax.custom_jvp
 def softmax(matrix: jax.Array) -> jax.Array:
-    """Of every column. Its derivative sums by products: XLA on a CPU is slow at sums of elementwise products."""
+    """The softmax of every column. Its derivative sums by products of matrices: XLA on a CPU is slow at sums of
+    elementwise ones."""
     return jax.nn.softmax(matrix, axis=0)
 
 
