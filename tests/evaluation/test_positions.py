@@ -34,8 +34,7 @@ def rows_of(run, length, rows=2):
 
 
 def losses(run, rows, **how):
-    reader = positions.LongReader(run.graphdef, run.params, len(rows), rows.shape[1] - 1)
-    return reader.loss_by_position(rows, WINDOW, **how)
+    return positions.LongReader(run.graphdef).loss_by_position(run.params, rows, WINDOW, **how)
 
 
 @pytest.mark.slow_but_for("attention")
@@ -60,10 +59,10 @@ def test_one_function_is_compiled_for_both_states_and_any_length(tmp_path, monke
     traced, extend = [], LanguageModel.extend
     monkeypatch.setattr(LanguageModel, "extend", lambda *inputs: traced.append(1) or extend(*inputs))
     run = run_of(tmp_path, "lmm")
-    reader = positions.LongReader(run.graphdef, run.params, 2, 6 * WINDOW)
+    reader = positions.LongReader(run.graphdef)
     for length in (3, 6):
         for fresh in (False, True):
-            reader.loss_by_position(rows_of(run, length * WINDOW), WINDOW, fresh=fresh)
+            reader.loss_by_position(run.params, rows_of(run, length * WINDOW), WINDOW, fresh=fresh)
     assert len(traced) == 1
 
 
@@ -80,6 +79,7 @@ def test_buckets_double():
     assert list(positions.bucket_ends(300)) == [(0, 299)]
     assert list(positions.bucket_ends(4096)) == [(0, 511), (512, 1023), (1024, 2047), (2048, 4095)]
     assert list(positions.bucket_ends(1100)) == [(0, 511), (512, 1023), (1024, 1099)]
+    assert list(positions.bucket_ends(48, 16)) == [(0, 15), (16, 31), (32, 47)]
 
 
 def test_rows_follow_each_other_and_are_cut_to_windows():

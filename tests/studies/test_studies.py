@@ -15,7 +15,6 @@ from titans_jax.studies import STUDIES, run
 from titans_jax.studies.ablation import VARIANTS, AblationOptions, AblationStudy
 from titans_jax.studies.length import LengthOptions, LengthStudy
 from titans_jax.studies.models import bounded
-from titans_jax.studies.positions import bucket_ends, bucket_means, positions_loss
 from titans_jax.studies.step_size import StepSizeOptions, StepSizeStudy
 from titans_jax.training.run import init_model
 
@@ -68,37 +67,6 @@ def test_length_end_to_end(tmp_path):
     assert carried[0] == pytest.approx(fresh[0]) and carried[1] != fresh[1]
     assert numbers["last_over_best"]["mean"] == pytest.approx(carried[-1] / min(carried))
     assert numbers["last_over_fresh"]["mean"] == pytest.approx(carried[-1] / fresh[-1])
-
-
-@pytest.mark.slow
-def test_positions_carry_the_state_of_the_windows_before():
-    """Carried: one pass over the whole text. Emptied: each window as a text of its own."""
-    from flax import nnx
-    from optax import softmax_cross_entropy_with_integer_labels as cross_entropy
-
-    (cell, *_) = LengthStudy().cells(LengthOptions(blocks=("lmm",), presets=(), head_dim=4, language=LANGUAGE, **SMALL))
-    graphdef, params = init_model(cell.model, 0)
-    draw = np.random.default_rng(0)
-    tokens, targets = (draw.integers(0, 256, (2, 12)).astype(np.int32) for _ in range(2))
-    targets[0, 5] = -1
-    whole = jax.jit(lambda tokens: nnx.merge(graphdef, params)(tokens))
-    expected = {
-        True: cross_entropy(whole(tokens), targets.clip(0)),
-        False: np.concatenate([cross_entropy(whole(tokens[:, i : i + 4]), targets[:, i : i + 4].clip(0))
-                               for i in (0, 4, 8)], axis=1),
-    }  # fmt: skip
-    for carry in (True, False):
-        found = positions_loss(graphdef, params, tokens, targets, 4, carry)
-        assert np.isnan(found[0, 5])
-        np.testing.assert_allclose(found, np.where(targets < 0, np.nan, expected[carry]), rtol=1e-5)
-
-
-def test_buckets_by_hand():
-    assert bucket_ends(512, 4096) == [512, 1024, 2048, 4096]
-    assert bucket_ends(16, 48) == [16, 32, 48]
-    losses = np.array([[1.0, 3.0, np.nan, np.nan], [2.0, np.nan, 5.0, 7.0]])
-    assert bucket_means(losses, [1, 2, 4]) == [1.5, 3.0, 6.0]
-    assert np.isnan(bucket_means(losses[:1], [2, 4])[1])
 
 
 def test_what_the_ablation_takes_away():

@@ -64,9 +64,8 @@ def positions(run: "Run", options: EvaluationOptions) -> Numbers:
     """
     window = run.config.data.sequence_length
     rows = long_rows(read_stream(run, options.text), options.length, window)
-    reader = LongReader(run.graphdef, run.params, len(rows), rows.shape[1] - 1)
-    states = (True,) if options.memory == "fresh" else (False, True)
-    nats = [reader.loss_by_position(rows, window, fresh=fresh) for fresh in states]
+    reader, states = LongReader(run.graphdef), (True,) if options.memory == "fresh" else (False, True)
+    nats = [reader.loss_by_position(run.params, rows, window, fresh=fresh) for fresh in states]
     buckets = [
         _bucket(first, last, [loss[first : last + 1].sum() for loss in nats], rows, run.tokenizer)
         for first, last in bucket_ends(rows.shape[1] - 1)
@@ -120,38 +119,35 @@ def long_rows(stream: np.ndarray, length: int, window: int) -> np.ndarray:
 
 
 class LongReader:
-    """A model that reads rows of one size, window by window, in one compiled function.
+    """Reads long rows window by window, in one compiled function for all windows and all models of a structure."""
 
-    rows, length: the size that states have room for.
-    """
-
-    def __init__(self, graphdef: nnx.GraphDef, params: Any, rows: int, length: int):
-        def empty(params: Any) -> Any:
+    def __init__(self, graphdef: nnx.GraphDef):
+        def empty(params: Any, rows: int, length: int) -> Any:
             return nnx.merge(graphdef, params).init_state(rows, length)
 
         def read(params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
             logits, state = nnx.merge(graphdef, params).extend(tokens, state)
             return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets), axis=0), state
 
-        self._params, self._empty, self._read = params, jax.jit(empty)(params), jax.jit(read)
+        self._empty, self._read = jax.jit(empty, static_argnums=(1, 2)), jax.jit(read)
 
-    def loss_by_position(self, rows: np.ndarray, window: int, *, fresh: bool) -> np.ndarray:
+    def loss_by_position(self, params: Any, rows: np.ndarray, window: int, *, fresh: bool) -> np.ndarray:
         """Cross entropy in nats of every target, summed over rows: float64 [length], of int [rows, length + 1].
 
         fresh: begin every window with an empty state, else carry it from window to window.
         """
-        state, losses = self._empty, []
+        state, losses = self._empty(params, len(rows), rows.shape[1] - 1), []
         for start in range(0, rows.shape[1] - 1, window):
             piece = rows[:, start : start + window + 1]
-            nats, after = self._read(self._params, state, piece[:, :-1], piece[:, 1:])
+            nats, after = self._read(params, state, piece[:, :-1], piece[:, 1:])
             losses.append(np.asarray(nats, np.float64))
             state = state if fresh else after
         return np.concatenate(losses)
 
 
-def bucket_ends(length: int) -> Iterator[tuple[int, int]]:
-    """First and last position of every bucket of rows of this length."""
-    first, end = 0, FIRST_BUCKET
+def bucket_ends(length: int, end: int = FIRST_BUCKET) -> Iterator[tuple[int, int]]:
+    """First and last position of every bucket of rows of this length; end: where the first bucket ends."""
+    first = 0
     while first < length:
         yield first, min(end, length) - 1
         first, end = end, 2 * end

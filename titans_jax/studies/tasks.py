@@ -23,9 +23,9 @@ from titans_jax.config.validate import validate
 from titans_jax.data.pipeline import Share
 from titans_jax.data.recall import RecallTask, recall_sequences
 from titans_jax.evaluation.perplexity import count_bytes, evaluate, make_evaluation_step
+from titans_jax.evaluation.positions import LongReader, bucket_ends
 from titans_jax.models.loss import Batch, cross_entropy_sum
 from titans_jax.studies.models import one_graph
-from titans_jax.studies.positions import bucket_ends, bucket_means, positions_loss
 from titans_jax.training.run import check_vocabulary
 
 HELD_OUT_SEED = 0
@@ -217,10 +217,10 @@ class Language(Task):
                 f"positions is {self.positions}; use 0 or a multiple of data.sequence_length {self.sequence_length}"
             )
         if self.positions:
-            whole = len(self._long_texts()[0]) if self.positions_rows > 0 else 0
+            whole = len(self._long_texts()) if self.positions_rows > 0 else 0
             if whole < max(self.positions_rows, 1):
                 raise ConfigError(
-                    f"positions_rows is {self.positions_rows}; use 1 to {len(self._long_texts(None)[0])}, as many as "
+                    f"positions_rows is {self.positions_rows}; use 1 to {len(self._long_texts(None))}, as many as "
                     f"the held-out text has rows of positions {self.positions}"
                 )
 
@@ -245,12 +245,15 @@ class Language(Task):
         numbers: Numbers = {"bits_per_byte": evaluate(step, params, batches, tokenizer).bits_per_byte}
         if not self.positions:
             return numbers
-        ends = bucket_ends(self.sequence_length, self.positions)
-        texts, params = self._long_texts(), jax.device_put(params, jax.local_devices()[0])
-        carried, fresh = (
-            bucket_means(positions_loss(graphdef, params, *texts, self.sequence_length, carry), ends)
-            for carry in (True, False)
-        )
+        rows, params = self._long_texts(), jax.device_put(params, jax.local_devices()[0])
+        buckets = list(bucket_ends(self.positions, self.sequence_length))
+        ends = [last + 1 for _, last in buckets]
+
+        def means(fresh: bool) -> list[float]:
+            nats = _long_reader(graphdef).loss_by_position(params, rows, self.sequence_length, fresh=fresh)
+            return [float(np.mean(nats[first : last + 1])) / len(rows) for first, last in buckets]
+
+        carried, fresh = means(fresh=False), means(fresh=True)
         ratios = {"last_over_best": carried[-1] / min(carried), "last_over_fresh": carried[-1] / fresh[-1]}
         return numbers | {"ends": ends, "carried": carried, "fresh": fresh} | ratios
 
@@ -284,16 +287,16 @@ class Language(Task):
         )
         return (batch for _, batch in zip(range(self.evaluation_batches), every, strict=False))
 
-    def _long_texts(self, count: int | None = -1) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets of `count` whole stretches of held-out text (default positions_rows, None all)."""
+    def _long_texts(self, count: int | None = -1) -> np.ndarray:
+        """`count` whole stretches of held-out text (default positions_rows, None all), int32 [count, positions + 1]."""
         corpus = self._corpus("validation").tokens
         whole = (len(corpus) - 1) // self.positions
         order = np.random.default_rng(0).permutation(whole)[: self.positions_rows if count == -1 else count]
-        stretch = order[:, None] * self.positions + np.arange(self.positions)
-        return corpus[stretch].astype(np.int32), corpus[stretch + 1].astype(np.int32)
+        return corpus[order[:, None] * self.positions + np.arange(self.positions + 1)].astype(np.int32)
 
 
 _evaluation_step = one_graph(make_evaluation_step)
+_long_reader = one_graph(LongReader)
 
 
 @functools.lru_cache(maxsize=4)
