@@ -173,7 +173,7 @@ def recall_logits(graphdef, params, sequences):
         ("--presets titanz", "there is no preset 'titanz' in presets; did you mean titans?"),
         ("--presets atention", "there is no preset 'atention' in presets; did you mean attention?"),
         ("--presets titans qqqq", "there is no preset 'qqqq' in presets; use retnet, "),
-        ("--blocks window", "blocks has 'window'; use lmm, mac, mag or mal"),
+        ("--blocks window", "blocks has 'window'; use lmm, mac, mag"),
         ("--head_dims 8 24", "head_dims has 24; use divisors of dim 64"),
         ("--seeds 0", "seeds is 0; use at least 1"),
         ("--test_sequences 20", "test_sequences is 20; use a multiple of batch_size 16, such as 32"),
