@@ -16,7 +16,7 @@ from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.neural_memory import MemoryLayerState
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.models import BLOCKS, has_memory
-from titans_jax.training.run import abstract_model, count_params
+from titans_jax.training.run import abstract_model, count_params, with_parameters
 
 Made = TypeVar("Made")
 
@@ -82,11 +82,8 @@ def same_size(models: list[ModelConfig]) -> list[ModelConfig]:
     counts = {model: count_params(model) for model in dict.fromkeys(models)}
     target, sized = max(counts.values(), default=0), {}
     for model, count in counts.items():
-        hidden = hidden_width(model)
-        explicit = dataclasses.replace(model, hidden_dim=hidden)
-        slope = count_params(dataclasses.replace(model, hidden_dim=hidden + 1)) - count_params(explicit)
-        more = round((target - count) / slope) if slope else 0
-        sized[model] = dataclasses.replace(model, hidden_dim=hidden + more) if more else model
+        nearest = model if count == target else with_parameters(model, target, multiple=1)
+        sized[model] = model if hidden_width(nearest) == hidden_width(model) else nearest
     return [sized[model] for model in models]
 
 

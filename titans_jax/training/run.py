@@ -15,6 +15,7 @@ from flax import nnx
 
 from titans_jax import data
 from titans_jax.config import Config, ConfigError, ModelConfig, import_extensions
+from titans_jax.layers.feed_forward import HIDDEN_MULTIPLE
 from titans_jax.models import LanguageModel
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
 
@@ -92,11 +93,13 @@ def check_vocabulary(config: Config, tokenizer: data.Tokenizer) -> None:
         )
 
 
-def with_parameters(config: ModelConfig, count: int) -> ModelConfig:
-    """The model with the feed-forward, a multiple of 64 wide, that brings it nearest to so many parameters."""
-    narrow, wide = (count_params(dataclasses.replace(config, hidden_dim=width)) for width in (64, 128))
-    steps = round((count - narrow) / (wide - narrow))
-    return dataclasses.replace(config, hidden_dim=64 * max(1, 1 + steps))
+def with_parameters(config: ModelConfig, count: int, multiple: int = HIDDEN_MULTIPLE) -> ModelConfig:
+    """The model with the width of its feed-forward, a multiple of `multiple`, that brings it nearest to so many
+    parameters; a model without one as it is."""
+    narrow, wide = (count_params(dataclasses.replace(config, hidden_dim=width)) for width in (multiple, 2 * multiple))
+    if wide == narrow:
+        return config
+    return dataclasses.replace(config, hidden_dim=multiple * max(1, 1 + round((count - narrow) / (wide - narrow))))
 
 
 def count_params(config: ModelConfig) -> int:

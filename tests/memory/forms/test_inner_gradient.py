@@ -11,7 +11,6 @@ from titans_jax.memory.forms import inner_gradient
 from titans_jax.memory.forms.chunk_algorithm import Tokens
 
 TOKENS, HEAD_DIM = 5, 4
-compiled = jax.jit
 ARCHITECTURES = {
     "linear": architectures.linear(),
     "mlp": architectures.mlp(3, 2),
@@ -69,7 +68,7 @@ def by_definition(architecture, bias, params, weights, tokens):
 
 
 def found(rule, params, weights, tokens):
-    run = compiled(inner_gradient.inner_gradients, static_argnums=0)
+    run = jax.jit(inner_gradient.inner_gradients, static_argnums=0)
     return jax.tree.map(np.asarray, run(rule, params, weights, tokens))
 
 
@@ -84,7 +83,7 @@ def test_gradients_of_every_token(architecture, bias):
     with jax.enable_x64(True):
         params, weights, tokens = jax.tree.map(jnp.asarray, (params, weights, tokens))
         got = found(rule, params, weights, tokens)
-        define = compiled(by_definition, static_argnums=(0, 1))
+        define = jax.jit(by_definition, static_argnums=(0, 1))
         wanted, losses, norms = jax.tree.map(np.asarray, define(architecture, bias, params, weights, tokens))
     assert len(got.inputs) == len(got.deltas) == len(weights)
     for inputs, deltas, gradients in zip(got.inputs, got.deltas, wanted, strict=True):

@@ -15,9 +15,6 @@ from titans_jax.ops.matmul import Transposed
 TOKENS, NARROW, WIDE = 12, 4, 6
 
 
-compiled = jax.jit
-
-
 def matrices(start, momentum, inner, deltas, gates):
     """([tokens, in, out], S): S_t = eta_t S_{t-1} - theta_t x_t^T delta_t and W_t = Diag(A_t) a_t W_{t-1} Diag(B_t) +
     m_t S_t, token by token; padding changes nothing."""
@@ -74,7 +71,7 @@ def run(names, backend, arguments):
     """(reads, W, S) of the only block and matrix."""
     gates, start, momentum, inner, deltas, queries = arguments
 
-    @compiled
+    @jax.jit
     def answer(gates, start, momentum, inner, deltas, queries):
         (matrix,) = intra_chunks(gates, backend)
         matrix = jax.tree.map(lambda leaf: leaf[0], matrix)
@@ -114,7 +111,7 @@ def test_numbers_that_fill_rows_of_lanes(inputs, outputs):
     transposed = outputs < inputs
     keep = (lambda x: Transposed(jnp.asarray(x).T)) if transposed else jnp.asarray
 
-    @compiled
+    @jax.jit
     def answer(gates, start, momentum, inner, deltas):
         (matrix,) = intra_chunks(gates, PALLAS)
         matrix = jax.tree.map(lambda leaf: leaf[0], matrix)

@@ -12,7 +12,6 @@ from titans_jax.memory.forms.decay import block_coefficients
 from titans_jax.memory.pallas.gate_rows import RowLayout, pack_rows, unpack_rows
 
 BLOCKS, TOKENS, MATRICES = 2, 8, 2
-compiled = jax.jit
 
 
 @pytest.mark.parametrize("with_momentum", [True, False], ids=["momentum", "descent"])
@@ -26,7 +25,7 @@ def test_rows_are_the_coefficients_of_their_gates(with_momentum, restarts):
     flag = generator.uniform(size=(BLOCKS, TOKENS))
     layout = RowLayout(MATRICES, with_momentum, restarts, flags=1)
 
-    @compiled
+    @jax.jit
     def answer(gates, resets, flag):
         rows = pack_rows(gates, [flag], resets)
         packed = [unpack_rows(rows[block], layout, rows.dtype) for block in range(BLOCKS)]
