@@ -11,17 +11,18 @@ from titans_jax import memory
 from titans_jax.memory.step_unit import error_removed
 
 HEAD_DIM, SAMPLES = 8, 512
+L2 = memory.biases.l2()  # of another bias the share depends on how large the error is
 RULES = {
     "titans": memory.presets.titans(expansion=2, chunk_size=1),
     "memora": memory.presets.memora(expansion=2, chunk_size=1),
-    "moneta": memory.presets.moneta(p=2.0, expansion=2, chunk_size=1),
+    "moneta": memory.presets.moneta(expansion=2, chunk_size=1),
     "ttt_linear": memory.presets.ttt_linear(chunk_size=1),
 }
+RULES = {name: dataclasses.replace(rule, bias=L2) for name, rule in RULES.items()}
 
 
 def share_removed(rule, step_size):
-    """How much of the error along itself one write takes away, the mean over starts and tokens; l2 of the rule."""
-    rule = dataclasses.replace(rule, bias=memory.biases.l2())
+    """How much of the error along itself one write takes away, the mean over starts and tokens."""
 
     def one(key):
         start, *keys = jax.random.split(key, 3)
