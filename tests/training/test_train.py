@@ -138,7 +138,7 @@ def test_damaged_and_unfinished_checkpoints(uninterrupted, tmp_path, monkeypatch
     assert "the checkpoint of step 9 was not finished; using the one of step 8" in said
     assert "the checkpoint of step 8 cannot be read" in said and "; using the one of step 4" in said
     assert "going on from the checkpoint of step 4" in said
-    assert (run_dir / "unreadable_checkpoints" / "8").is_dir()  # set aside, not deleted
+    assert (run_dir / "checkpoints_set_aside" / "8").is_dir()  # set aside, not deleted
     assert_same_run(run_dir, uninterrupted)
 
 

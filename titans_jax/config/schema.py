@@ -203,6 +203,11 @@ class TrainingConfig:
     """Tokens of that sample; 0 writes none."""
     run_dir: str | None = None
     """Run folder; None is runs/<name of the config file>."""
+    resume_from: int | None = None
+    """Go on from the checkpoint of this step, and put later ones aside; those that a start with the same value saved
+    are kept, so that the same command goes on from the latest of them. None is the latest of all."""
+    accept_changed_data: bool = False
+    """Go on although the text is not the one that the checkpoint was trained on."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def validate(config: Config) -> None:
     Raises:
       ConfigError: one sentence with the field, its value and what would work.
     """
-    _validate_types(config)
+    check_types(config)
     import_extensions(config.extensions)
     _validate_ranges(config)
     _validate_model(config.model)
@@ -39,14 +39,15 @@ def validate(config: Config) -> None:
     _validate_profile(config)
 
 
-def _validate_types(config: Any, prefix: str = "") -> None:
+def check_types(config: Any, prefix: str = "") -> None:
+    """Refuse a configuration, or a part of one, with a value of a wrong type; raises as `validate`."""
     hints = typing.get_type_hints(type(config))
     for f in dataclasses.fields(config):
         name, value, hint = prefix + f.name, getattr(config, f.name), hints[f.name]
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, hint):
                 raise ConfigError(f"{name} is {value!r}; use a {hint.__name__}")
-            _validate_types(value, name + ".")
+            check_types(value, name + ".")
         elif not _matches(value, hint):
             raise ConfigError(f"{name} is {value!r}; use {describe(hint)}{nearest(value, hint)}")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from titans_jax.data.errors import DataError
+from titans_jax.data.identity import check_same_text, identify
 from titans_jax.data.packing import Corpus, Rows, pack, tokenize
 from titans_jax.data.pipeline import Batch, Share, Statistics, TrainBatches, ValidationBatches
 from titans_jax.data.sources import SOURCES, Documents, Split, describe_source, open_documents, register_source
@@ -35,6 +36,8 @@ __all__ = [
     "TrainBatches",
     "ValidationBatches",
     "build_tfds",
+    "check_same_text",
+    "identify",
     "load_tokenizer",
     "open_documents",
     "pack",

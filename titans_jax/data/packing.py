@@ -14,6 +14,7 @@ each, in 3.2 s against 0.01 s, breaks ties otherwise (95 % of the rows are the s
 have random access, so that they are shuffled as a whole, shared among processes and resumed by one number.
 """
 
+import hashlib
 import time
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -37,6 +38,15 @@ class Corpus:
     tokens: np.ndarray
     separators: np.ndarray
     num_bytes: int
+
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of the SHA-256 of all tokens and separators, whatever files they came from.
+
+        Costs 2 seconds for a billion bytes of tokens, which take minutes to read and tokenize.
+        """
+        digest = hashlib.sha256(np.ascontiguousarray(self.tokens))
+        digest.update(np.ascontiguousarray(self.separators))
+        return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True, eq=False)

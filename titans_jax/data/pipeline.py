@@ -47,6 +47,8 @@ class Statistics:
     """Positions that have a target: the text's tokens and one end for each document."""
     num_rows: int
     sequence_length: int
+    fingerprint: str
+    """Of the tokens and of where documents end: 16 hexadecimal digits that change with any of them."""
 
     @classmethod
     def count(cls, corpus: Corpus, rows: Rows) -> "Statistics":
@@ -57,6 +59,7 @@ class Statistics:
             num_tokens=len(corpus.tokens) - 1,
             num_rows=len(rows),
             sequence_length=rows.sequence_length,
+            fingerprint=corpus.fingerprint(),
         )
 
     @property

@@ -1,31 +1,65 @@
 """Checkpoints of a run: parameters, optimizer state, data position and configuration, written by Orbax.
 
 Orbax writes each step into a temporary folder and renames it when it is complete, so a checkpoint is whole or absent;
-older ones are removed only after that. This module adds the words: what was skipped and why, what does not fit.
+older ones are removed only after that. This module adds what Orbax does not do (checksums, and that parameters are
+finite) and the words: what was skipped and why, what does not fit.
 """
 
 import contextlib
+import errno
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
-from titans_jax.config import Config, ConfigError, from_saved, leaves, to_dict
+import titans_jax
+from titans_jax.config import Config, ConfigError, from_saved, to_dict
+from titans_jax.config.validate import check_types
 from titans_jax.errors import TitansError
 from titans_jax.sharding import processes
+from titans_jax.training.checksums import damage, write_checksums
 
-# Fields of model and data that a run may change when it resumes: they alter speed or place, not meaning.
-MAY_CHANGE = frozenset({"model.remat", "model.memory.form", "data.path", "data.validation_path"})
+FORMAT = 2
+"""Of what is saved beside the arrays. 1, which is not written down: without format, version, text and checksums."""
+SECTIONS = ("model", "data", "optimizer", "training")
+"""Of a configuration, in every format."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors that space on the disk would solve."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds beside its arrays."""
+
+    step: int
+    config: Config
+    data: Any
+    """What `TrainBatches.get_state` returned."""
+    text: dict[str, Any] | None
+    """What `data.identify` returned; None in a checkpoint of format 1."""
+    goodput: dict[str, float] | None
+    """What `Goodput.get_state` returned; None in old ones."""
 
 
 class CheckpointError(TitansError, RuntimeError):
     """A checkpoint that cannot be written or read. The message says what is still safe."""
 
     exit_code = 1
+
+
+class NotFinite(TitansError, ArithmeticError):
+    """Arrays that hold NaN or infinity. The message names one, to be put into a sentence."""
+
+
+class Damaged(Exception):
+    """A checkpoint whose files are not what was written. The message says what is wrong, to be put into a sentence."""
 
 
 class Checkpoints:
@@ -41,7 +75,11 @@ class Checkpoints:
         self._saved: int | None = None
         unfinished = sorted(path.name.split(".")[0] for path in folder.glob("*.orbax-checkpoint-tmp*"))
         self._unfinished = [int(step) for step in unfinished if step.isdigit()]
-        options = ocp.CheckpointManagerOptions(max_to_keep=kept, cleanup_tmp_directories=kept is not None)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=kept,
+            cleanup_tmp_directories=kept is not None,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
+        )
         items = ("params", "optimizer", "run")
         self._manager = ocp.CheckpointManager(folder.absolute(), item_names=items, options=options)
 
@@ -49,20 +87,31 @@ class Checkpoints:
         self,
         step: int,
         state: dict[str, Any],
-        data_position: dict[str, Any],
         config: Config,
+        data_position: dict[str, Any],
+        text: dict[str, Any],
         goodput: dict[str, float],
     ) -> None:
         """Write a step's state in the background; its arrays may be donated as soon as this returns.
 
         Args:
           state: {"params", "optimizer"}, trees of arrays.
-          data_position, goodput: what `TrainBatches.get_state` and `Goodput.get_state` return.
+          data_position, text, goodput: what `TrainBatches.get_state`, `data.identify` and `Goodput.get_state` return.
 
         Raises:
           CheckpointError: this save, or the one before it, failed.
+          NotFinite: an array is not finite; nothing was written.
         """
-        run = {"step": step, "data": data_position, "config": to_dict(config), "goodput": goodput}
+        check_finite(state)
+        run = {
+            "format": FORMAT,
+            "version": titans_jax.__version__,
+            "step": step,
+            "data": data_position,
+            "text": text,
+            "config": to_dict(config),
+            "goodput": goodput,
+        }
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}
         arguments = ocp.args.Composite(**items, run=ocp.args.JsonSave(run))
         with self._writing():
@@ -89,64 +138,155 @@ class Checkpoints:
         except Exception as error:  # Orbax and TensorStore raise many types, OSError and ValueError among them
             whole = self.steps()
             safe = f"the checkpoint of step {whole[0]} is whole" if whole else "there is no earlier checkpoint"
+            then = "free some space and run" if _error_number(error) in FULL else "when it can be, run"
             raise CheckpointError(
                 f"the checkpoint of step {self._saved} could not be written to {self._folder} ({_cause(error)}); "
-                f"{safe}; free some space and run the same command again to go on from there"
+                f"{safe}; {then} the same command again to go on from there"
             ) from error
 
-    def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, the latest first."""
-        self._manager.reload()
-        return sorted(self._manager.all_steps(), reverse=True)
+    def _write_checksums(self) -> None:
+        """Called by Orbax when a step's files are written, and its folder has its temporary name still."""
+        if jax.process_index() == 0:
+            for folder in self._folder.absolute().glob(f"{self._saved}.orbax-checkpoint-tmp*"):
+                write_checksums(folder)
 
-    def config(self) -> Config | None:
-        """The configuration in the latest checkpoint that can be read; None without checkpoints."""
-        for step in self.steps():
+    def steps(self, resume_from: int | None = None) -> list[int]:
+        """Steps with a complete checkpoint, the latest first.
+
+        resume_from: of those, this one and earlier ones, and later ones that a run with this `training.resume_from`
+        has saved.
+
+        Raises:
+          CheckpointError: there are checkpoints, but none of step `resume_from`.
+        """
+        self._manager.reload()
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        if resume_from is None or not steps:
+            return steps
+        if resume_from not in steps:
+            raise CheckpointError(
+                f"training.resume_from is {resume_from}, but the checkpoints in {self._folder} are of "
+                f"{' and '.join(map(str, sorted(steps)))}; use one of them"
+            )
+        return [step for step in steps if step <= resume_from or self._resumed_from(step) == resume_from]
+
+    def latest(self, resume_from: int | None = None) -> Saved | None:
+        """What the latest checkpoint that can be read holds beside its arrays; None without checkpoints.
+
+        Raises:
+          CheckpointError: as `restore`.
+        """
+        steps = self.steps(resume_from)
+        for step in steps:
             try:
-                return from_saved(self._run(step)["config"])
+                return self._read(step)
+            except CheckpointError:
+                raise
             except Exception:  # `restore` says so
                 continue
+        if steps:
+            raise self._none_can_be_read()
         return None
 
-    def restore(self, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """(state, {"step", "data", "config", "goodput"}) of the latest checkpoint that can be read, or None.
+    def restore(self, abstract: dict[str, Any], resume_from: int | None = None) -> tuple[dict[str, Any], Saved] | None:
+        """The state of the latest checkpoint that can be read, and what it holds beside it; None without checkpoints.
+
+        Files that are not what was written, and arrays that are not finite, count as one that cannot be read.
 
         Args:
           abstract: {"params"} or {"params", "optimizer"}, trees of jax.ShapeDtypeStruct that say where arrays go.
+          resume_from: as in `steps`.
 
         Raises:
-          CheckpointError: there are checkpoints and none can be read.
+          CheckpointError: there are checkpoints and none can be read, or a later version wrote one.
         """
-        steps = self.steps()
+        steps = self.steps(resume_from)
         for step in self._unfinished:
             self._say(f"the checkpoint of step {step} was not finished; " + _instead([s for s in steps if s != step]))
         for i, step in enumerate(steps):
             try:
-                run = self._run(step)
+                saved = self._read(step)
+                self._check_files(step, [*abstract, "run"])
                 items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
-                return dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items()), run
-            except jax.errors.JaxRuntimeError:  # not the checkpoint's fault
+                state = dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items())
+                check_finite(state)
+                return state, saved
+            except (jax.errors.JaxRuntimeError, CheckpointError):  # not the files' fault
                 raise
             except Exception as error:
                 self._say(
                     f"the checkpoint of step {step} cannot be read ({_cause(error)}); " + _instead(steps[i + 1 :])
                 )
         if steps:
-            raise CheckpointError(f"none of the checkpoints in {self._folder} can be read; start in another run folder")
+            raise self._none_can_be_read()
         return None
 
     def set_aside(self, after: int) -> None:
-        """Move checkpoints later than step `after`, which could not be read, out of the way of new ones."""
-        aside = self._folder.parent / "unreadable_checkpoints"
+        """Move checkpoints later than step `after`, which were not gone on from, out of the way of new ones."""
+        aside = self._folder.parent / "checkpoints_set_aside"
         later = [step for step in self.steps() if step > after]
         with processes.together():
             for step in later if jax.process_index() == 0 else []:
                 aside.mkdir(exist_ok=True)
-                (self._folder / str(step)).rename(aside / str(step))
+                there = len([*aside.glob(f"{step}*")])
+                (self._folder / str(step)).rename(aside / (f"{step}_{there}" if there else str(step)))
         self._manager.reload()
 
+    def _read(self, step: int) -> Saved:
+        """What a checkpoint holds beside its arrays.
+
+        Raises:
+          Damaged: it cannot be read.
+          CheckpointError: a later version wrote it.
+        """
+        run = self._run(step)
+        by = f"titans_jax {run['version']}" if "version" in run else "another version"
+        wrote = f"the checkpoint of step {step} in {self._folder} was written by {by}"
+        if run.get("format", 1) > FORMAT:
+            raise CheckpointError(
+                f"{wrote} in format {run['format']}, and this version, {titans_jax.__version__}, reads formats up to "
+                f"{FORMAT}; use that version"
+            )
+        for section in SECTIONS:
+            if not isinstance(run["config"].get(section), dict) or not run["config"][section]:
+                raise Damaged(f"its configuration has no {section}")
+        try:
+            config = from_saved(run["config"])
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{wrote}, and this version, {titans_jax.__version__}, does not know all of its configuration "
+                f"({error}); use that version, or a later one"
+            ) from error
+        try:
+            check_types(config)
+        except ConfigError as error:
+            raise Damaged(f"in its configuration, {error}") from error
+        return Saved(step, config, run.get("data"), run.get("text"), run.get("goodput"))
+
     def _run(self, step: int) -> dict[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        try:
+            run = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        except Exception as error:
+            raise Damaged(_cause(error)) from error
+        if not isinstance(run, dict) or not isinstance(run.get("config"), dict):
+            raise Damaged("it holds no configuration")
+        return run
+
+    def _resumed_from(self, step: int) -> int | None:
+        with contextlib.suppress(Damaged):
+            return self._run(step)["config"].get("training", {}).get("resume_from")
+        return None
+
+    def _check_files(self, step: int, items: list[str]) -> None:
+        """Raise Damaged for all processes where the first one finds that files are not what was written."""
+        found = damage(self._folder / str(step), items) if jax.process_index() == 0 else None
+        if jax.process_count() > 1 and processes.first_says(found is not None):
+            found = found or "process 0 found files that are not what was written"
+        if found:
+            raise Damaged(found)
+
+    def _none_can_be_read(self) -> CheckpointError:
+        return CheckpointError(f"none of the checkpoints in {self._folder} can be read; start in another run folder")
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -158,19 +298,22 @@ class Checkpoints:
             self._manager.close()
 
 
-def check_same_run(saved: Config, config: Config, run_dir: Path) -> None:
-    """Refuse to continue a run with another model or other data.
+def check_finite(state: dict[str, Any]) -> None:
+    """Refuse a state that holds NaN or infinity.
 
     Raises:
-      ConfigError: names the first field that differs, with both values.
+      NotFinite: names an array that does.
     """
-    before, now = leaves(saved), leaves(config)
-    for name, value in now.items():
-        if name.startswith(("model.", "data.")) and name not in MAY_CHANGE and before[name] != value:
-            raise ConfigError(
-                f"{name} is {value}, but the checkpoint in {run_dir} was trained with {before[name]}; "
-                f"use {before[name]}, or another training.run_dir"
-            )
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(state)]
+    wrong = [name for name, finite in zip(names, np.asarray(_finite(state)), strict=True) if not finite]
+    if wrong:
+        raise NotFinite(f"{wrong[0]} is not finite" + (f", nor are {len(wrong) - 1} other arrays" * (len(wrong) > 1)))
+
+
+@jax.jit
+def _finite(state: Any) -> jax.Array:
+    """Whether each array of a tree is finite everywhere, bool [arrays]."""
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(state)])
 
 
 def abstract_like(state: Any) -> Any:
@@ -184,6 +327,13 @@ def _instead(steps: list[int]) -> str:
 
 def _cause(error: Exception) -> str:
     """The cause in words, without the many layers that TensorStore tells."""
+    if (number := _error_number(error)) is not None:
+        return os.strerror(number)
     text = str(error).strip() or type(error).__name__
-    code = re.search(r"os_error_code='(\d+)'", text)  # what stands around it varies
-    return os.strerror(int(code[1])) if code else text.splitlines()[0][:200]
+    return text.splitlines()[0][:200]
+
+
+def _error_number(error: Exception) -> int | None:
+    """The operating system's number of a failure, which TensorStore tells in its text."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # what stands around it varies
+    return int(code[1]) if code else getattr(error, "errno", None)

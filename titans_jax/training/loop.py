@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from titans_jax import data, sharding
-from titans_jax.config import Config, leaves, to_dict
+from titans_jax.config import Config, ConfigError, leaves, to_dict
 from titans_jax.config.validate import validate
 from titans_jax.evaluation.perplexity import Evaluation, EvaluationStep, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
@@ -20,16 +22,18 @@ from titans_jax.models import check_model, granularity, has_memory, training_flo
 from titans_jax.models.loss import Batch
 from titans_jax.plots import save_json
 from titans_jax.sharding import processes
-from titans_jax.training.checkpoint import Checkpoints, abstract_like, check_same_run
+from titans_jax.training.checkpoint import Checkpoints, NotFinite, Saved, abstract_like
 from titans_jax.training.diagnostics import ignored, plot_memory, warnings
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
+from titans_jax.training.lock import RunLock
 from titans_jax.training.mesh import use_mesh
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
 from titans_jax.training.report import Report, RunDescription, TrainingStopped, say
-from titans_jax.training.run import check_vocabulary, init_model
+from titans_jax.training.resume import changes, check_same_run
+from titans_jax.training.run import check_vocabulary, copy_tokenizer, init_model, with_absolute_paths
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
 
@@ -46,8 +50,8 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     Several processes (titans_jax.sharding.processes) call this with the same configuration and a folder that all see.
 
     Raises:
-      ConfigError, data.DataError, ProcessesError: nothing has been compiled or written.
-      TrainingStopped: loss or gradients are not finite; the last checkpoint is from before.
+      ConfigError, data.DataError, ProcessesError, RunInUse: nothing has been compiled or written.
+      TrainingStopped: loss, gradients or parameters are not finite; the last checkpoint is from before.
       CheckpointError: a checkpoint could not be written or read; those before it are whole.
     """
     console = console or Console(quiet=jax.process_index() != 0)
@@ -58,26 +62,36 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
     processes.check_same({name: value for name, value in leaves(config).items() if name not in MAY_DIFFER})
-    check_folder(config, run_dir)
+    config = with_absolute_paths(config)
+    told = functools.partial(say, console)
+    saved = check_folder(config, run_dir)
     with use_mesh(config) as mesh:
         with processes.together():
             index, count = processes.share_of_batch(batch_sharding(mesh), config.data.batch_size) if mesh else (0, 1)
             split = {"align": granularity(config.model), "process_index": index, "process_count": count}
             batches = data.train_batches(config.data, tokenizer, **split)
             text = Text(tokenizer, batches, data.validation_batches(config.data, tokenizer, **split))
-        processes.check_same({"the text of data.path": str(batches.statistics)})
+            identity = data.identify(config.data, text.train.statistics, text.validation.statistics)
+            if saved and saved.text and not config.training.accept_changed_data:
+                data.check_same_text(config.data, saved.text, identity)
+        processes.check_same(
+            {"the text of data.path": str(batches.statistics), "the fingerprint of the text": identity}
+        )
         processes.make_shared_folder(run_dir)
         folder, kept = run_dir / "checkpoints", config.training.checkpoints_kept
         with (
             contextlib.closing(batches),
-            Checkpoints(folder, kept=kept, say=functools.partial(say, console)) as checkpoints,
+            hold(run_dir, told) as lock,
+            Checkpoints(folder, kept=kept, say=told) as checkpoints,
             StopRequest() as stop,
         ):
+            copy_tokenizer(config, run_dir)
+            session = Session(run_dir, console, mesh, checkpoints, stop, goodput, identity, lock)
             try:
-                Trainer(config, text, Session(run_dir, console, mesh, checkpoints, stop, goodput)).run()
-            except TrainingStopped:
+                Trainer(config, text, session).run()
+            except TrainingStopped as error:
                 checkpoints.wait()  # all processes stopped at this step, so what is being saved can be finished
-                raise
+                raise TrainingStopped(f"{error}; {_where_to_go_on(checkpoints.steps())}") from error
             except jax.errors.JaxRuntimeError as error:
                 if jax.process_count() == 1:
                     raise
@@ -108,6 +122,10 @@ class Session:
     checkpoints: Checkpoints
     stop: StopRequest
     goodput: Goodput
+    identity: dict[str, Any]
+    """What `data.identify` says of its text."""
+    lock: RunLock | None
+    """None for all processes but the first."""
 
 
 class Trainer:
@@ -116,6 +134,7 @@ class Trainer:
     def __init__(self, config: Config, text: Text, session: Session):
         self.config, self.run_dir, self.console, self.mesh = config, session.run_dir, session.console, session.mesh
         self.checkpoints, self.stop, self.goodput = session.checkpoints, session.stop, session.goodput
+        self.identity, self.lock = session.identity, session.lock
         self.tokenizer, self.batches = text.tokenizer, text.train
         self.profile = Profile(config.profile.range, self.run_dir / "profile")
         self.validation = list(itertools.islice(text.validation, config.training.evaluation_batches))
@@ -171,20 +190,35 @@ class Trainer:
 
     def _save(self) -> None:
         self.report.flush()  # a step that is not finite must stop the run before anything is written
-        position, goodput = self.batches.get_state(), self.goodput.get_state()
-        self.checkpoints.save(self.step, self.state, position, self.config, goodput)
+        if self.lock:
+            self.lock.check()
+        try:
+            self.checkpoints.save(
+                self.step,
+                self.state,
+                config=self.config,
+                data_position=self.batches.get_state(),
+                text=self.identity,
+                goodput=self.goodput.get_state(),
+            )
+        except NotFinite as error:
+            raise TrainingStopped(
+                f"{error} after step {self.step}, so it was not saved and training stopped; try a smaller "
+                "optimizer.learning_rate or model.memory.max_step_size"
+            ) from error
         self.report.pause()
 
     def _resume(self) -> int:
-        restored = self.checkpoints.restore(abstract_like(self.state))
+        restored = self.checkpoints.restore(abstract_like(self.state), self.config.training.resume_from)
         if restored is None:
             return 0
-        self.state, run = restored
-        self.batches.set_state(run["data"])
-        if "goodput" in run:  # older checkpoints have none
-            self.goodput.set_state(run["goodput"])
-        self.checkpoints.set_aside(after=run["step"])
-        return run["step"]
+        self.state, saved = restored
+        self.changes = changes(saved.config, self.config)
+        self.batches.set_state(saved.data)
+        if saved.goodput:
+            self.goodput.set_state(saved.goodput)
+        self.checkpoints.set_aside(after=saved.step)
+        return saved.step
 
     def _evaluated(self) -> bool:
         lines = read_metrics(self.run_dir)
@@ -271,6 +305,8 @@ class Trainer:
         self.report.say(f"training text: {self.batches.statistics}")
         if self.step:
             self.report.say(f"going on from the checkpoint of step {self.step}")
+            for change in self.changes:
+                self.report.say(f"changed since then: {change}")
 
     def _say_memory(self, batch: Batch) -> None:
         """Say what the compiled step takes of a device; the step itself finds the program that is compiled here."""
@@ -300,16 +336,47 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(sharding.BATCH))
 
 
-def check_folder(config: Config, run_dir: Path) -> None:
-    """Refuse a run folder whose checkpoints are of another model or other data.
+@contextlib.contextmanager
+def hold(run_dir: Path, say: Callable[[str], None]) -> Iterator[RunLock | None]:
+    """The run folder, held by the first process for all; raises as `RunLock`."""
+    with contextlib.ExitStack() as stack:
+        with processes.together():
+            lock = stack.enter_context(RunLock(run_dir, say)) if jax.process_index() == 0 else None
+        yield lock
+
+
+def check_folder(config: Config, run_dir: Path) -> Saved | None:
+    """What is beside the arrays of the checkpoint that a run goes on from; None where it begins.
 
     Raises:
-      ConfigError: names the field that differs.
+      ConfigError: the folder is a file, or its run cannot go on with this configuration.
+      CheckpointError: none of its checkpoints can be read.
     """
-    folder = run_dir / "checkpoints"
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"training.run_dir is {run_dir}, which is a file; use a folder, or a name that is free")
+    folder, training = run_dir / "checkpoints", config.training
+    saved = None
     if processes.first_says(folder.is_dir()):
         processes.make_shared_folder(run_dir)  # it is there: see that it is there for all
         with Checkpoints(folder) as checkpoints:
-            saved = checkpoints.config()
-        if saved is not None:
-            check_same_run(saved, config, run_dir)
+            saved = checkpoints.latest(training.resume_from)
+    if saved is None and training.resume_from is not None:
+        raise ConfigError(
+            f"training.resume_from is {training.resume_from}, but {run_dir} has no checkpoint; leave it out"
+        )
+    if saved is not None:
+        check_same_run(saved.config, config, run_dir)
+        if training.steps < saved.step:
+            raise ConfigError(
+                f"training.steps is {training.steps}, but the checkpoint in {run_dir} is of step {saved.step}; use at "
+                f"least {saved.step}, or training.resume_from with an earlier one"
+            )
+    return saved
+
+
+def _where_to_go_on(steps: list[int]) -> str:
+    """The last good checkpoint, in words, and the others."""
+    if not steps:
+        return "there is no checkpoint to go on from"
+    earlier = f"; earlier ones, for training.resume_from: {', '.join(map(str, steps[1:]))}" if steps[1:] else ""
+    return f"the last good checkpoint is of step {steps[0]}{earlier}"

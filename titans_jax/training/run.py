@@ -1,10 +1,13 @@
 """A trained model, brought back from its run folder.
 
 A run folder holds `checkpoints/` (each with the configuration it was trained with), `config.json` (the same, for
-people), `metrics.jsonl`, `tensorboard/`, `loss.png`, `memory.png` of a model with memory, and `sample.txt`.
+people), `tokenizer.model` of a run with one, `metrics.jsonl`, `tensorboard/`, `loss.png`, `memory.png` of a model with
+memory, and `sample.txt`. While a process trains there, `lock.json` says which.
 """
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from titans_jax.config import Config, ConfigError, ModelConfig, import_extension
 from titans_jax.layers.feed_forward import HIDDEN_MULTIPLE
 from titans_jax.models import LanguageModel
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
+from titans_jax.training.resume import TOKENIZER
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Run:
         return nnx.merge(self.graphdef, self.params)
 
 
-def load_run(run_dir: Path, say: Callable[[str], None] = print) -> Run:
+def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
     """The latest model of a run folder that can be read; `say` is told about checkpoints that cannot.
 
     The extensions of the run's configuration are imported first, so that its own parts are found.
@@ -47,19 +51,43 @@ def load_run(run_dir: Path, say: Callable[[str], None] = print) -> Run:
       CheckpointError: the folder holds no checkpoint, or none that can be read.
       ConfigError: an extension is not there any more, or fails.
     """
+    run_dir = Path(run_dir)
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         raise CheckpointError(f"{run_dir} is not a run folder: it has no checkpoints; give one that training made")
     with Checkpoints(folder, say=say) as checkpoints:
-        config = checkpoints.config()
-        if config is None:
-            raise CheckpointError(f"{folder} holds no checkpoint that can be read; train the run again")
+        saved = checkpoints.latest()
+        if saved is None:
+            raise CheckpointError(f"{folder} holds no checkpoint; train the run again")
+        config = saved.config
         import_extensions(config.extensions)
         graphdef, params = abstract_model(config.model)
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)
-        state, run = checkpoints.restore({"params": params})
-    return Run(config, data.load_tokenizer(config.data.tokenizer), graphdef, state["params"], run["step"], run_dir)
+        state, saved = checkpoints.restore({"params": params})
+    own = run_dir / TOKENIZER
+    tokenizer = data.load_tokenizer(str(own) if own.is_file() else config.data.tokenizer)
+    return Run(config, tokenizer, graphdef, state["params"], saved.step, run_dir)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The configuration as a checkpoint keeps it: a run is used from other folders than it was started in."""
+    values = {name: getattr(config.data, name) for name in ("path", "validation_path", "tokenizer")}
+    paths = {
+        name: os.path.abspath(os.path.expanduser(value))
+        for name, value in values.items()
+        if value is not None and "://" not in value and (name, value) != ("tokenizer", "byte")
+    }
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
+
+
+def copy_tokenizer(config: Config, run_dir: Path) -> None:
+    """Keep the tokenizer's file in the run folder, so that a folder that was moved has all that its model needs."""
+    own = run_dir / TOKENIZER
+    if config.data.tokenizer != "byte" and jax.process_index() == 0 and not own.exists():
+        copying = own.with_suffix(".tmp")
+        shutil.copyfile(config.data.tokenizer, copying)
+        copying.replace(own)
 
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:
