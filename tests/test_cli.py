@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import titans_jax
 from titans_jax import cli, commands
-from titans_jax.config import Config, MemoryConfig, ModelConfig
+from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig
 from titans_jax.config.command_line import parse
 from titans_jax.memory.rule.presets import PRESETS
 
@@ -83,10 +84,17 @@ def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys,
         (
             ["train", "nothing"],
             2,
-            "there is no configuration nothing; use a Python file, or one of delta_product_small, ",
+            "there is no configuration nothing; use a Python file, or one of those that `titans configs` lists",
         ),
         (["generate", "/nowhere", "--prompt", "x"], 1, "/nowhere is not a run folder"),
         (["generate", "/nowhere", "--top_p", "2"], 2, "top_p is 2.0; use a number in (0, 1]"),
+        (["generate", "/nowhere", "--temperature", "inf"], 2, "temperature is inf; use 0 for the most likely token"),
+        (["generate", "/nowhere", "--max_tokens", "-1"], 2, "max_tokens is -1; use 0 to 4294967295"),
+        (["generate", "/nowhere", "--seed", "-1"], 2, "seed is -1; use 0 to 4294967295"),
+        (["generate", "/nowhere", "--seed", "1", "--seed=2"], 2, "seed is given 2 times; give it once"),
+        (["generate", "/nowhere", "--prompt", "-x"], 1, "/nowhere is not a run folder"),
+        (["evaluate", "/nowhere", "--batches", "-2"], 2, "batches is -2; use 1 to 4294967295"),
+        (["bench", "memory", "--time", "-5"], 2, "time is -5; use 1 to 4294967295"),
         (["generate", "/nowhere", "--tempo", "2"], 2, "there is no field tempo; did you mean temperature?"),
         (["generate"], 2, "titans generate needs RUN; see titans generate --help"),
         (["generate", "/nowhere", "else"], 2, "else has no field in front; write --field else"),
@@ -110,12 +118,51 @@ def test_other_mistakes(capsys, arguments, code, message):
         ("x = (", "fails with SyntaxError"),
         ("x = 1", "defines no configuration; write config = "),
         ("config = 1", "defines no configuration; write config = "),
+        ("raise SystemExit(0)", "fails with SystemExit: 0"),
+        ("def config():\n    raise SystemExit", "fails with SystemExit"),
     ],
 )
 def test_a_file_that_is_no_configuration(tmp_path, capsys, source, message):
     (tmp_path / "wrong.py").write_text(source)
     assert cli.main(["train", str(tmp_path / "wrong.py")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "raised, code, message",
+    [
+        (KeyboardInterrupt(), 130, "titans: interrupted"),
+        (MemoryError(), 1, "titans: this machine has not enough memory (none left)"),
+        (
+            RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore"),
+            1,
+            "has not enough memory (RESOURCE_EXHAUSTED: Out of",
+        ),
+    ],
+)
+def test_what_ends_a_command_from_outside_is_a_sentence(capsys, monkeypatch, raised, code, message):
+    def ends(arguments):
+        raise raised
+
+    monkeypatch.setitem(commands.COMMANDS, "models", ends)
+    assert cli.main(["models"]) == code
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_the_version_is_told(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"titans_jax {titans_jax.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["--prompt", "-x"], ["--prompt=-x"], ["--prompt", "-x", "--seed", "0"]])
+def test_a_text_may_begin_with_a_hyphen(words):
+    assert parse("x", commands.GenerateOptions, ["run", *words]).prompt == "-x"
+
+
+def test_a_text_that_is_left_out_is_not_the_next_field():
+    with pytest.raises(ConfigError, match="prompt has no value; use text"):
+        parse("x", commands.GenerateOptions, ["run", "--prompt", "--seed", "1"])
 
 
 def test_help_is_at_hand_and_light(capsys):

@@ -7,6 +7,7 @@ in one sentence and exit code 2, a run that cannot go on in one sentence and exi
 import os
 import sys
 
+import titans_jax
 from titans_jax.errors import TitansError
 
 USAGE = """usage: titans COMMAND ...
@@ -25,14 +26,18 @@ USAGE = """usage: titans COMMAND ...
 CONFIG is a Python file or the name of a configuration that comes with the package (quickstart, mac_170m, ...); of a
 file with several, FILE.py:NAME.
 titans COMMAND --help lists a command's options; titans train CONFIG --help every field of a configuration.
+titans --version says which version this is.
 """
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (cannot go on) or 2 (wrong input)."""
+    """Run one command; returns the exit code: 0, 1 (cannot go on), 2 (wrong input) or 130 (Ctrl-C)."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("--help", "-h"):
         print(USAGE, end="")
+        return 0
+    if command == "--version":
+        print(f"titans_jax {titans_jax.__version__}")
         return 0
     from titans_jax.commands import COMMANDS
 
@@ -44,6 +49,16 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error.exit_code, str(error))
     except OSError as error:
         return _fail(1, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+    except MemoryError as error:
+        return _fail(
+            1, f"this machine has not enough memory ({str(error).splitlines()[0] if str(error) else 'none left'})"
+        )
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _fail(1, f"the device has not enough memory ({str(error).splitlines()[0]})")
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted")
     return 0
 
 

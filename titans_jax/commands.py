@@ -69,6 +69,7 @@ class GenerateOptions:
 def generate(arguments: list[str]) -> None:
     """titans generate RUN [--prompt TEXT ...]"""
     options = parse("titans generate", GenerateOptions, arguments)
+    _check_numbers(options, max_tokens=0, seed=0)
     _cache_compilations()
     from titans_jax.inference import Generator, Sampling
 
@@ -108,6 +109,7 @@ class EvaluateOptions:
 def evaluate(arguments: list[str]) -> None:
     """titans evaluate RUN [TASK ...] [--memory on|off|fresh] [--json]"""
     options = parse("titans evaluate", EvaluateOptions, arguments)
+    _check_numbers(options)
     _cache_compilations()
     from titans_jax.config import registered
     from titans_jax.evaluation import EVALUATORS, EvaluationOptions
@@ -269,7 +271,9 @@ def bench(arguments: list[str]) -> None:
         *others, last = BENCHMARKS
         raise ConfigError(f"there is no benchmark {name!r}; use titans bench {', '.join(others)} or {last}")
     benchmark = importlib.import_module(f"titans_jax.bench.{name}")
-    benchmark.main(parse(f"titans bench {name}", benchmark.Options, rest))
+    options = parse(f"titans bench {name}", benchmark.Options, rest)
+    _check_numbers(options)
+    benchmark.main(options)
 
 
 def study(arguments: list[str]) -> None:
@@ -318,6 +322,15 @@ def configuration(program: str, arguments: list[str], kind: type[SomeConfig] = C
 
     check_model(config.model)
     return name, config
+
+
+def _check_numbers(options: Any, **least: int) -> None:
+    """Refuse whole numbers of a command's options below 1, or below what `least` says of a field, or beyond 32 bits."""
+    for f in dataclasses.fields(options):
+        value, lowest = getattr(options, f.name), least.get(f.name, 1)
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, int) and not isinstance(each, bool) and not lowest <= each < 1 << 32:
+                raise ConfigError(f"{f.name} is {each}; use {lowest} to {(1 << 32) - 1}")
 
 
 def _load_run(folder: Path) -> "Run":

@@ -93,9 +93,10 @@ def test_the_table_of_sizes_in_a_docstring_is_true(family):
 
 
 def test_names_and_files_of_configurations(tmp_path, monkeypatch):
-    for asked in ("mac_340m", "mac_340m.py", "configs/mac_340m.py", f"{folder()}/titans.py:mac_340m"):
-        assert find_config(asked) == ("mac_340m", CONFIGS["mac_340m"])
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mac_340m").write_text("raise AssertionError('a name is no file')")
+    for asked in ("mac_340m", f"{folder()}/titans.py:mac_340m"):
+        assert find_config(asked) == ("mac_340m", CONFIGS["mac_340m"])
     (tmp_path / "own.py").write_text("from titans_jax.config import Config\ndef config():\n    return Config()\n")
     (tmp_path / "several.py").write_text(
         "from titans_jax.config import Config\nconfigs = {'a': Config(), 'b': lambda: Config()}\n"
@@ -108,6 +109,18 @@ def test_names_and_files_of_configurations(tmp_path, monkeypatch):
     "asked, sentence",
     [
         ("mac_340", "there is no configuration mac_340; did you mean mac_340m?"),
+        ("zzz", "there is no configuration zzz; use a Python file, or one of those that `titans configs` lists"),
+        ("quickstart.json", "there is no configuration quickstart.json; did you mean quickstart?"),
+        (
+            "nowhere/quickstart.py",
+            "there is no file nowhere/quickstart.py; quickstart comes with the package: leave out the rest",
+        ),
+        ("nowhere.py", "there is no file nowhere.py; give the path of a Python file that is there"),
+        ("nowhere.py:small", "there is no file nowhere.py; give the path of a Python file that is there"),
+        (
+            "runs/quickstart",
+            "runs/quickstart is not the name of a configuration, nor a Python file, whose name ends in .py",
+        ),
         ("several.py", "several.py has several configurations; use several.py:a or several.py:b"),
         ("several.py:c", "several.py has no configuration c; use several.py:a or several.py:b"),
         ("none.py", "none.py defines no configuration; write config = titans_jax.config.Config(...) in it"),

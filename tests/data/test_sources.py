@@ -1,6 +1,7 @@
 import gzip
 import json
 import lzma
+import os
 import sysconfig
 
 import pytest
@@ -60,6 +61,26 @@ def test_a_folder_is_read_recursively_in_the_order_of_names(tmp_path):
         stream.write("b/packed.txt.xz")
     config = DataConfig(source="text", path=str(tmp_path))
     assert list(open_documents(config, "train")) == ["a.md", "b/a.py", "b/packed.txt.xz", "c.txt"]
+
+
+def test_links_to_folders_are_followed_and_not_in_circles(tmp_path):
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for name in (folder, elsewhere):
+        name.mkdir()
+        (name / f"{name.name}.txt").write_text(name.name)
+    (folder / "link").symlink_to(elsewhere)
+    (folder / "itself").symlink_to(folder)
+    (folder / "above").symlink_to(tmp_path)
+    (elsewhere / "back").symlink_to(folder)
+    config = DataConfig(source="text", path=str(folder), validation_every=9)
+    assert list(open_documents(config, "train")) == ["folder", "elsewhere"]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, refused, inside):
+    os.mkfifo(tmp_path / "a.txt")
+    with refused("data.path has", "a.txt", "which is no regular file"):
+        open_documents(DataConfig(source="text", path=str(tmp_path if inside else tmp_path / "a.txt")), "train")
 
 
 def test_line_ends_and_odd_characters_are_kept(text_config):

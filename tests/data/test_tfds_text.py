@@ -78,6 +78,32 @@ def test_what_is_no_array_record_dataset_is_refused(dataset, refused, tmp_path):
         open_documents(DataConfig(source="tfds", path=str(dataset)), "train")
 
 
+def test_features_of_a_module_of_somebodys_own_are_not_imported(dataset, refused, tmp_path, monkeypatch):
+    (tmp_path / "own_features.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    features = dataset / "features.json"
+    whole = features.read_text()
+    assert "tensorflow_datasets.core.features.text_feature.Text" in whole
+    features.write_text(whole.replace("tensorflow_datasets.core.features.text_feature.Text", "own_features.Text"))
+    with refused(str(features), "'own_features.Text'", "tfds.features.Text"):
+        open_documents(DataConfig(source="tfds", path=str(dataset)), "train")
+
+
+@pytest.mark.parametrize("file", ["features.json", "dataset_info.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"type": 3}', '{"splits": 3}'])
+def test_damaged_descriptions_are_refused(dataset, refused, file, content):
+    (dataset / file).write_text(content)
+    with refused(str(dataset), "prepare"):
+        open_documents(DataConfig(source="tfds", path=str(dataset)), "train")
+
+
+def test_a_damaged_record_is_refused(dataset, refused):
+    (file,) = dataset.glob("*train*array_record*")
+    file.write_bytes(file.read_bytes()[:60] + b"x" * (file.stat().st_size - 60))
+    with refused("damaged"):
+        list(open_documents(DataConfig(source="tfds", path=str(dataset)), "train"))
+
+
 def test_an_existing_dataset_is_not_overwritten(dataset, refused, tmp_path):
     config = DataConfig(source="text", path=str(tmp_path / "documents"), validation_every=3)
     with refused(str(dataset), "exists"):

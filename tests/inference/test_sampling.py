@@ -24,6 +24,8 @@ def frequencies(sampling: Sampling, vocab_size: int | None = None, draws: int = 
         (Sampling(temperature=1.0), PROBABILITIES),
         (Sampling(temperature=0.5), PROBABILITIES**2),
         (Sampling(temperature=0), [1, 0, 0, 0, 0]),
+        (Sampling(temperature=1e-38), [1, 0, 0, 0, 0]),
+        (Sampling(temperature=1e-37, top_k=3), [1, 0, 0, 0, 0]),
         (Sampling(temperature=1.0, top_k=2), [0.4, 0, 0.3, 0, 0]),
         (Sampling(temperature=1.0, top_k=99), PROBABILITIES),
         (Sampling(temperature=1.0, top_p=0.39), [1, 0, 0, 0, 0]),

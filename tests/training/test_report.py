@@ -1,15 +1,21 @@
 """Metrics files, the picture, warnings about memories, and signals."""
 
 import dataclasses
+import io
 import os
+import re
 import signal
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig
+from titans_jax.training import device_memory
 from titans_jax.training.diagnostics import ignored, plot_memory, warnings
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
+from titans_jax.training.report import say
+from titans_jax.training.run import count_params
 from titans_jax.training.stop import StopRequest
 
 MODEL = ModelConfig(memory=MemoryConfig(max_step_size=0.64, step_unit="head_dim"))
@@ -22,6 +28,52 @@ HEALTHY = {
     "update_norm": np.array([2.0, 5.0]),
     "weight_norm": np.array([16.0, 20.0]),
 }
+
+
+def test_lines_carry_the_time_of_day():
+    say(console := Console(file=io.StringIO(), width=20), "a line that is [longer] than the console")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d a line that is \[longer] than the console\n", console.file.getvalue())
+
+
+def test_lines_that_are_none_of_ours_are_left_out(tmp_path):
+    """Another program's, one that is cut off, and bytes that are no text; what follows them is read."""
+    lines = [
+        b'{"kind": "train", "step": 1}',
+        b"\xff",
+        b"[3]",
+        b'{"kind": "train"}',
+        b'{"step": 1}',
+        b'{"kind": "tr',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"kind": "train", "step": 2}']))
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "said, asked",
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.", "17.18 GB"),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", "17.18 GB"),
+        ("RESOURCE_EXHAUSTED: Attempting to allocate 1.50GiB.", "1.50GiB"),
+        ("RESOURCE_EXHAUSTED: no words", "more"),
+    ],
+)
+def test_out_of_memory(monkeypatch, said, asked):
+    for limit, there in ((None, "than there is"), (16_000_000_000, "of 16.00 GB")):
+        monkeypatch.setattr(device_memory, "bytes_limit", lambda limit=limit: limit)
+        sentence = str(device_memory.out_of_memory(RuntimeError(said)))
+        assert sentence.startswith(f"a device ran out of memory: it was asked for {asked} {there}; raise training.grad")
+
+
+def test_a_model_that_is_larger_than_a_device_is_refused(monkeypatch):
+    model = ModelConfig(pattern=("attention",), dim=64, depth=1, num_heads=1)
+    asked = 12 * count_params(model)
+    for limit in (None, asked):
+        monkeypatch.setattr(device_memory, "bytes_limit", lambda limit=limit: limit)
+        device_memory.check_state_fits(Config(model=model), None)
+    monkeypatch.setattr(device_memory, "bytes_limit", lambda: asked // 3)
+    with pytest.raises(ConfigError, match=r"model.dim 64 x model.depth 1 asks for .* GB of .*; use .* mesh.fsdp 3 or"):
+        device_memory.check_state_fits(Config(model=model), None)
 
 
 def test_healthy_memories_give_no_warning():

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.training.tiny import MODEL, tiny_config
+from tests.training.tiny import JSON_SOURCES, MODEL, tiny_config
 from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_dict, step_size_bound
 from titans_jax.data import DataError
 from titans_jax.evaluation import evaluate_run
 from titans_jax.models import without_writes
 from titans_jax.training import load_run, train
 from titans_jax.training.checkpoint import CheckpointError
+from titans_jax.training.lock import RunInUse, RunLock
 from titans_jax.training.loop import Trainer
 from titans_jax.training.metrics import read_metrics
 from titans_jax.training.report import TrainingStopped
@@ -74,10 +76,35 @@ def test_run_folder(uninterrupted):
     assert any((uninterrupted / "tensorboard").iterdir())
 
 
-def test_finished_run_is_left_alone(uninterrupted):
-    before = numbers(uninterrupted)
-    assert "finished step 12" in run(tiny_config(), uninterrupted)
-    assert numbers(uninterrupted) == before
+def test_a_run_goes_on_elsewhere_with_other_fields_and_other_text(uninterrupted, tmp_path):
+    """It is finished, so nothing is trained; another text must be accepted, and what changed is said."""
+    run_dir, texts = (
+        shutil.copytree(uninterrupted, tmp_path / "moved"),
+        shutil.copytree(JSON_SOURCES, tmp_path / "text"),
+    )
+    config = tiny_config(accept_changed_data=False)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, path=str(texts)),
+        optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-4),
+    )
+    with (texts / "decoder.py").open("a") as file:
+        file.write("# another line\n")
+    with pytest.raises(DataError, match="the .* text of data.path=.* is not the one that the checkpoint was trained"):
+        run(config, run_dir)
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, accept_changed_data=True))
+    said = run(config, run_dir)
+    assert "finished step 12" in said and "changed since then: optimizer.learning_rate is 0.0001, was 0.003\n" in said
+    assert numbers(run_dir) == numbers(uninterrupted)
+    assert not (run_dir / "lock.json").exists()
+
+
+def test_a_second_training_in_the_folder_is_refused(uninterrupted):
+    files = sorted(uninterrupted.rglob("*"))
+    with RunLock(uninterrupted):
+        with pytest.raises(RunInUse, match=f"process {os.getpid()} on .* trains in {uninterrupted} since"):
+            run(tiny_config(), uninterrupted)
+    assert sorted(uninterrupted.rglob("*")) == files
 
 
 @pytest.mark.slow_but_for("6")
@@ -206,7 +233,7 @@ def test_a_model_with_memory_reports_on_it(tmp_path):
     gains = [line["memory_gain"] for line in lines if line["kind"] == "validation"]
     assert len(gains) == 2 and all(np.isfinite(gains)) and any(gains)
     assert f"memory gain: {gains[0]:.4f} bits per byte" in said and "explained share of the memories: " in said
-    assert f"gain {gains[0]:.4f}" in next(line for line in said.splitlines() if line.startswith("step 4/"))
+    assert f"gain {gains[0]:.4f}" in next(line for line in said.splitlines() if line[9:].startswith("step 4/"))
     unwritten = dataclasses.replace(load := load_run(tmp_path / "run"), graphdef=without_writes(load.graphdef))
     losses = [evaluate_run(some, batches=2).bits_per_byte for some in (load, unwritten)]
     assert losses[1] - losses[0] == pytest.approx(gains[-1], abs=1e-4)
@@ -232,7 +259,7 @@ def test_sigterm_saves_and_exits_0(tmp_path):
     long = command(tmp_path / "run", "--training.steps", "100000", "--training.checkpoint_every", "100000")
     process = subprocess.Popen(long, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
-        if line.startswith("step 2/"):
+        if line[9:].startswith("step 2/"):
             process.send_signal(signal.SIGTERM)
             break
     rest, errors = process.communicate(timeout=120)

@@ -43,8 +43,13 @@ def parse(program: str, kind: type, arguments: list[str], default: Any = None) -
     --help among them prints the fields and ends the process.
 
     Raises:
-      ConfigError: an unknown field, or a value of a wrong type.
+      ConfigError: an unknown field, one that is given twice, or a value of a wrong type.
     """
+    arguments = _with_texts(kind, arguments)
+    names = [name for name, *_ in _groups(arguments)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{name} is given {names.count(name)} times; give it once")
 
     def read(words: list[str]) -> Any:
         return tyro.cli(
@@ -92,6 +97,23 @@ def _refusal(program: str, kind: type, arguments: list[str], read: Callable[[lis
             said = f"is {' '.join(values)!r}" if values else "has no value"
             return ConfigError(f"{name} {said}; use {describe(fields[name])}{nearest(' '.join(values), fields[name])}")
     return ConfigError(f"{' '.join(arguments)} cannot be read; see {program} --help")
+
+
+def _with_texts(kind: type, arguments: list[str]) -> list[str]:
+    """The arguments with every text behind its field, --field=text: a text may begin with a hyphen."""
+    fields, joined, rest = dict(_fields(kind)), [], list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        is_text = fields.get(argument[2:].replace("-", "_")) in (str, str | None) and argument.startswith("--")
+        if is_text and rest and rest[0].startswith("-") and not _is_field(rest[0], fields):
+            argument = f"{argument}={rest.pop(0)}"
+        joined.append(argument)
+    return joined
+
+
+def _is_field(argument: str, fields: dict[str, Any]) -> bool:
+    name = argument[2:].partition("=")[0].replace("-", "_")
+    return argument in ("--help", "-h") or argument.startswith("--") and name in fields
 
 
 def _groups(arguments: list[str]) -> list[list[str]]:

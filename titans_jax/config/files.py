@@ -22,18 +22,26 @@ _extensions: set[str] = set()
 def find_config(asked: str) -> tuple[str, Config]:
     """The configuration that is meant by FILE, FILE:NAME or the NAME of a shipped one; and its name.
 
+    What ends in .py is a file, and nothing else is: a file with the name of a shipped configuration does not hide it.
+
     Raises:
       ConfigError: there is no such configuration, or its file fails; one sentence.
     """
     path, _, name = asked.rpartition(":") if ".py:" in asked else (asked, "", "")
-    if Path(path).is_file():
+    if path.endswith(".py"):
+        if not Path(path).is_file():
+            shipped = f"; {Path(path).stem} comes with the package: leave out the rest" * (
+                Path(path).stem in shipped_configs()
+            )
+            raise ConfigError(f"there is no file {path}{shipped or '; give the path of a Python file that is there'}")
         return _choose(load_configs(Path(path)), name, path)
-    name = name or Path(path).stem
+    if Path(path).name != path:
+        raise ConfigError(f"{path} is not the name of a configuration, nor a Python file, whose name ends in .py")
     shipped = shipped_configs()
-    if name not in shipped:
-        works = did_you_mean(name, shipped) or f"; use a Python file, or one of {', '.join(sorted(shipped))}"
-        raise ConfigError(f"there is no configuration {asked}{works}")
-    return name, shipped[name]
+    if path not in shipped:
+        works = did_you_mean(path, shipped) or "; use a Python file, or one of those that `titans configs` lists"
+        raise ConfigError(f"there is no configuration {path}{works}")
+    return path, shipped[path]
 
 
 def load_config(file: Path, name: str = "") -> Config:
@@ -79,7 +87,7 @@ def load_configs(file: Path) -> dict[str, Config]:
     try:
         found = getattr(module, "configs", None) or {file.stem: getattr(module, "config", None)}
         configs = {name: config() if callable(config) else config for name, config in dict(found).items()}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{file} fails with {type(error).__name__}: {error}") from error
     if not all(isinstance(config, Config) for config in configs.values()):
         raise ConfigError(f"{file} defines no configuration; write config = titans_jax.config.Config(...) in it")

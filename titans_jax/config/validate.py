@@ -111,7 +111,8 @@ def _validate_ranges(config: Config) -> None:
                 raise ConfigError(f"{name} is {values[name]}; use {what}")
 
     require(_AT_LEAST_ONE, lambda x: x >= 1, "at least 1")
-    require(_AT_LEAST_ZERO, lambda x: x >= 0, "at least 0")
+    require(_AT_LEAST_ZERO, lambda x: 0 <= x < float("inf"), "at least 0")
+    require(["training.seed", "data.seed"], lambda x: 0 <= x < 1 << 32, f"0 to {(1 << 32) - 1}")
     require(_ABOVE_ZERO, lambda x: 0 < x < float("inf"), "a positive number")
     require(["optimizer.beta1", "optimizer.beta2"], lambda x: 0 <= x < 1, "a number in [0, 1)")
     require(["optimizer.final_learning_rate_ratio"], lambda x: 0 <= x <= 1, "a number in [0, 1]")

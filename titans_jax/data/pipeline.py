@@ -48,7 +48,7 @@ class Statistics:
     num_rows: int
     sequence_length: int
     fingerprint: str
-    """Of the tokens and of where documents end: 16 hexadecimal digits that change with any of them."""
+    """16 hexadecimal digits that change with any token, and with where a document ends."""
 
     @classmethod
     def count(cls, corpus: Corpus, rows: Rows) -> "Statistics":

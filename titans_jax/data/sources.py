@@ -188,9 +188,16 @@ def _array_records(config: DataConfig, split: Split) -> Documents:
         inside = sorted(str(info.parent) for info in folder.rglob("dataset_info.json"))
         raise DataError(
             f"data.path={str(config.path)!r} is no prepared TFDS dataset: give the folder that holds dataset_info.json"
-            + (f", such as {inside[-1]}" if inside else ", as `titans data` writes it")
+            + (f", such as {inside[-1]}" if inside else ", as titans_jax.data.build_tfds makes one")
         )
-    builder = tfds.builder_from_directory(folder)
+    _check_features(folder)
+    try:
+        builder = tfds.builder_from_directory(folder)
+    except Exception as error:  # tensorflow_datasets raises many types for files that are not what it wrote
+        raise DataError(
+            f"data.path={str(config.path)!r} cannot be read ({type(error).__name__}: {str(error)[:200].splitlines()[0]}"
+            "): its dataset_info.json or features.json is damaged, prepare it again"
+        ) from error
     if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
         raise DataError(
             f"data.path={str(config.path)!r} is stored as {builder.info.file_format.value}: "
@@ -208,9 +215,39 @@ def _array_records(config: DataConfig, split: Split) -> Documents:
     source = builder.as_data_source(name)
 
     def read(index: int) -> str:
-        return _decode(source[index][config.text_field], f"{folder}, {name} record {index},", 0, config.errors)
+        place = f"{folder}, {name} record {index},"
+        try:
+            text = source[index][config.text_field]
+        except Exception as error:  # array_record and protobuf raise many types
+            raise DataError(f"{place} cannot be read ({type(error).__name__}): the dataset is damaged") from error
+        return _decode(text, place, 0, config.errors)
 
     return Documents(range(len(source)), read, of_split=separate)
+
+
+KNOWN_FEATURES = "tensorflow_datasets.core.features."
+"""Where the classes are that a dataset's features.json may name: tensorflow_datasets imports what it names."""
+
+
+def _check_features(folder: Path) -> None:
+    """Refuse a features.json that is damaged, or that would have a module of somebody's own imported."""
+    file = folder / "features.json"
+    try:
+        waiting = [json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({error}): prepare the dataset again") from error
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, dict):
+            name = found.get("pythonClassName", KNOWN_FEATURES)
+            if not str(name).startswith(KNOWN_FEATURES):
+                raise DataError(
+                    f"{file} names the feature class {name!r}, which is none of tensorflow_datasets': use a dataset of "
+                    "its own features, such as tfds.features.Text"
+                )
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found
 
 
 def _files_of_split(config: DataConfig, split: Split, suffixes: Sequence[str]) -> tuple[list[Path], bool]:
@@ -225,7 +262,10 @@ def _data_files(config: DataConfig, field: str, suffixes: Sequence[str]) -> list
     path = Path(getattr(config, field)).expanduser()
     if not path.exists():
         raise DataError(f"data.{field}={str(path)!r} does not exist: give a file or a folder that does")
-    files = [path] if path.is_file() else [path / file for file in _files_below(path, suffixes)]
+    files = [path / file for file in _files_below(path, suffixes)] if path.is_dir() else [path]
+    for file in files:
+        if not file.is_file():  # a pipe would be waited for
+            raise DataError(f"data.{field} has {str(file)!r}, which is no regular file: write what it holds into one")
     if field == "path" and config.validation_path is not None:
         held_out = {file.resolve() for file in _data_files(config, "validation_path", suffixes)}
         files = [file for file in files if file.resolve() not in held_out]
@@ -238,15 +278,26 @@ def _data_files(config: DataConfig, field: str, suffixes: Sequence[str]) -> list
 
 
 def _files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files below `folder` with one of `suffixes`, packed or not, relative to it and sorted, without hidden ones."""
+    """Files below `folder` with one of `suffixes`, packed or not, relative to it and sorted, without hidden ones.
+
+    Links to folders are followed, but not back to a folder that they are in.
+    """
     files = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".") and not _leads_back(Path(parent) / name)]
         for name in names:
             unpacked = Path(name).stem if Path(name).suffix in UNPACK else name
             if not name.startswith(".") and Path(unpacked).suffix in suffixes:
                 files.append((Path(parent) / name).relative_to(folder))
     return sorted(files, key=Path.as_posix)
+
+
+def _leads_back(folder: Path) -> bool:
+    """Whether a folder is a link to one that it is in, on the way by which it was reached."""
+    if not folder.is_symlink():
+        return False
+    target = folder.resolve()
+    return any(target in (parent.resolve(), *parent.resolve().parents) for parent in folder.parents)
 
 
 @contextmanager

@@ -17,14 +17,14 @@ class Sampling:
     """
 
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the most likely token."""
+    """Divides the logits; 0, as any number below 1.2e-38, always takes the most likely token."""
     top_k: int | None = None
     """Draw from the k most likely tokens only."""
     top_p: float | None = None
     """Draw from the fewest most likely tokens whose probabilities reach p (nucleus sampling)."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; use 0 for the most likely token, or more")
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; use at least 1, or None for all tokens")
@@ -39,9 +39,10 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling, vocab_size: in
     """
     if vocab_size is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
-    if sampling.temperature == 0:
+    if sampling.temperature < jnp.finfo(jnp.float32).tiny:  # devices take smaller numbers for 0
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / sampling.temperature
+    # Less the largest, which changes no probability: the quotient by a low temperature must not overflow.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits >= least, logits, -jnp.inf)

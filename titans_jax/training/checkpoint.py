@@ -27,9 +27,9 @@ from titans_jax.sharding import processes
 from titans_jax.training.checksums import damage, write_checksums
 
 FORMAT = 2
-"""Of what is saved beside the arrays. 1, which is not written down: without format, version, text and checksums."""
+"""How what is beside the arrays is saved. 1, which is not written down: without format, version, text, checksums."""
 SECTIONS = ("model", "data", "optimizer", "training")
-"""Of a configuration, in every format."""
+"""What every configuration has, in every format."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that space on the disk would solve."""
 
@@ -206,7 +206,7 @@ class Checkpoints:
         for i, step in enumerate(steps):
             try:
                 saved = self._read(step)
-                self._check_files(step, [*abstract, "run"])
+                self._check_files(step, list(abstract))
                 items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
                 state = dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items())
                 check_finite(state)
@@ -239,6 +239,7 @@ class Checkpoints:
           Damaged: it cannot be read.
           CheckpointError: a later version wrote it.
         """
+        self._check_files(step, ["run"])
         run = self._run(step)
         by = f"titans_jax {run['version']}" if "version" in run else "another version"
         wrote = f"the checkpoint of step {step} in {self._folder} was written by {by}"
@@ -255,7 +256,7 @@ class Checkpoints:
         except ConfigError as error:
             raise CheckpointError(
                 f"{wrote}, and this version, {titans_jax.__version__}, does not know all of its configuration "
-                f"({error}); use that version, or a later one"
+                f"({str(error).partition(';')[0]}); use that version, or a later one"
             ) from error
         try:
             check_types(config)

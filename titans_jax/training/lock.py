@@ -154,6 +154,6 @@ def _host() -> str:
 def _started(process: Any) -> float | None:
     """When a process of this host started, in seconds since 1970; None if there is none."""
     try:
-        return psutil.Process(process).create_time()
-    except (psutil.Error, TypeError, ValueError):
+        return psutil.Process(process).create_time() if isinstance(process, int) else None
+    except (psutil.Error, ValueError, OverflowError):
         return None

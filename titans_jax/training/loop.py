@@ -23,6 +23,7 @@ from titans_jax.models.loss import Batch
 from titans_jax.plots import save_json
 from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, NotFinite, Saved, abstract_like
+from titans_jax.training.device_memory import check_state_fits, out_of_memory
 from titans_jax.training.diagnostics import ignored, plot_memory, warnings
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
@@ -74,6 +75,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             identity = data.identify(config.data, text.train.statistics, text.validation.statistics)
             if saved and saved.text and not config.training.accept_changed_data:
                 data.check_same_text(config.data, saved.text, identity)
+            check_state_fits(config, mesh)
         processes.check_same(
             {"the text of data.path": str(batches.statistics), "the fingerprint of the text": identity}
         )
@@ -93,6 +95,8 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
                 checkpoints.wait()  # all processes stopped at this step, so what is being saved can be finished
                 raise TrainingStopped(f"{error}; {_where_to_go_on(checkpoints.steps())}") from error
             except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" in str(error):
+                    raise out_of_memory(error) from error
                 if jax.process_count() == 1:
                     raise
                 which, cause = f"{jax.process_index()} of {jax.process_count()}", str(error).splitlines()[0]

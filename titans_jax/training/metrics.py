@@ -54,13 +54,15 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line that was cut off by a crash is left out."""
+    """The lines of a run's metrics.jsonl; what is none, as one that was cut off by a crash, is left out."""
     path = run_dir / "metrics.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return
+            line = json.loads(text)
+        except ValueError:  # UnicodeDecodeError among them
+            continue
+        if isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int:
+            yield line
 
 
 def plot_losses(run_dir: Path) -> None:

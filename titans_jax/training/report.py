@@ -16,8 +16,8 @@ from titans_jax.training.metrics import MetricsWriter
 
 
 def say(console: Console, text: str) -> None:
-    """Print one line as it is, however long: rich would wrap it and read brackets as markup."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print the time of day and one line as it is, however long: rich would wrap it and read brackets as markup."""
+    console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False, soft_wrap=True)
 
 
 class TrainingStopped(TitansError, RuntimeError):
