@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from tyro.conf import Positional
 from titans_jax.config import Config, ConfigError, MeshConfig
 from titans_jax.config.command_line import parse
 from titans_jax.config.files import find_config, shipped_configs
+from titans_jax.config.help import describe_fields
 from titans_jax.config.validate import validate
 
 if TYPE_CHECKING:
@@ -180,7 +182,7 @@ def compile_(arguments: list[str]) -> None:
 
 def models(arguments: list[str]) -> None:
     """titans models"""
-    _no_arguments("titans models", arguments)
+    _no_arguments("titans models", arguments, "Every memory rule by name: what it is made of, and its floats of state.")
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -240,7 +242,7 @@ def _names(some: list[str], every: Collection[str]) -> str:
 
 def configs(arguments: list[str]) -> None:
     """titans configs"""
-    _no_arguments("titans configs", arguments)
+    _no_arguments("titans configs", arguments, "The configurations that come with the package, with their sizes.")
     from rich.console import Console
     from rich.table import Table
 
@@ -267,6 +269,9 @@ BENCHMARKS = ("memory", "train", "schedule")
 def bench(arguments: list[str]) -> None:
     """titans bench memory | train | schedule [...]"""
     name, *rest = arguments or [""]
+    if name in ("--help", "-h"):
+        print(f"usage: titans bench {' | '.join(BENCHMARKS)} [...]\n\ntitans bench NAME --help lists fields.")
+        return
     if name not in BENCHMARKS:
         *others, last = BENCHMARKS
         raise ConfigError(f"there is no benchmark {name!r}; use titans bench {', '.join(others)} or {last}")
@@ -310,13 +315,21 @@ def configuration(program: str, arguments: list[str], kind: type[SomeConfig] = C
       ConfigError: no such configuration, an unknown field, a value of a wrong type, or fields that do not fit together.
     """
     if not arguments or arguments[0] in ("--help", "-h"):
-        names = ", ".join(sorted(shipped_configs()))
-        usage = f"usage: {program} CONFIG [--field value ...]\n\nCONFIG: a Python file, or one of {names}"
+        names = textwrap.fill(", ".join(sorted(shipped_configs())), 100, break_on_hyphens=False)
+        usage = f"usage: {program} CONFIG [--field value ...]\n\n{program} CONFIG --help lists the fields."
+        usage += f"\n\nCONFIG: a Python file, or one of\n{names}"
         print(usage, file=sys.stdout if arguments else sys.stderr)
         raise SystemExit(0 if arguments else 2)
     name, default = find_config(arguments[0])
     default = kind(**{f.name: getattr(default, f.name) for f in dataclasses.fields(default)})
-    config = parse(f"{program} {arguments[0]}", kind, arguments[1:], default)
+    rest = arguments[1:]
+    if rest and rest[-1] in ("--help", "-h") or rest[-2:-1] in (["--help"], ["-h"]):
+        asked = None if rest[-1] in ("--help", "-h") else rest[-1]
+        given = rest[: -1 if asked is None else -2]
+        default = parse(f"{program} {arguments[0]}", kind, given, default)
+        print(describe_fields(f"{program} {arguments[0]}", default, asked), end="")
+        raise SystemExit(0)
+    config = parse(f"{program} {arguments[0]}", kind, rest, default)
     validate(config)
     from titans_jax.models import check_model
 
@@ -340,7 +353,11 @@ def _load_run(folder: Path) -> "Run":
     return load_run(folder, say=lambda sentence: print(f"titans: {sentence}", file=sys.stderr))
 
 
-def _no_arguments(program: str, arguments: list[str]) -> None:
+def _no_arguments(program: str, arguments: list[str], says: str) -> None:
+    """End with what the command says for --help; refuse any other argument."""
+    if arguments in (["--help"], ["-h"]):
+        print(f"usage: {program}\n\n{says}")
+        raise SystemExit(0)
     if arguments:
         raise ConfigError(f"{program} takes no arguments, not {' '.join(arguments)}")
 
