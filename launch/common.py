@@ -6,6 +6,7 @@ Only Python's standard library is needed on the machine that launches.
 import argparse
 import difflib
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -121,7 +122,7 @@ def add_options(parser: Parser) -> None:
     add("--type", help="accelerator type, such as v6e-256 (chips) or v5p-1024 (cores)")
     add("--slices", type=int, default=1, help="slices of that type, connected by the data-center network")
     add("--bucket", help="holds code, data and runs; seen by every host as " + MOUNT)
-    add("--skip-preflight", action="store_true", help="do not compile the configuration for the slice here first")
+    add("--skip-preflight", action="store_true", help="do not check and compile the configuration here first")
     add("--dry-run", action="store_true", help="print the exact commands and run none")
 
 
@@ -266,12 +267,15 @@ class Commands:
 
 
 def preflight(commands: Commands, options: argparse.Namespace, train: list[str]) -> None:
-    """Compile the configuration for the slice on this machine, and look at the bucket.
+    """Check the whole training command and compile its step for the slice on this machine, and look at the bucket.
 
     Raises:
-      LaunchError: the configuration does not fit, or the bucket would break checkpoints.
+      LaunchError: training would refuse its configuration or not find its data, its step does not fit the slice, or the
+        bucket would break checkpoints.
     """
     if not options.skip_preflight:
+        data = _data_fields(commands, options, train)
+        _check_places(data)
         slices = ["--slices", str(options.slices)] if options.slices > 1 else []
         commands.run("titans", "compile", train[0], "--topology", options.type, *slices, *train[1:])
     # --raw: what gcloud itself makes of a bucket leaves this field out in some versions.
@@ -288,6 +292,42 @@ def preflight(commands: Commands, options: argparse.Namespace, train: list[str])
             f"gs://{options.bucket} has no hierarchical namespace, without which a checkpoint is not written whole or "
             f"not at all; use another bucket, made with: {create}"
         )
+    if not options.skip_preflight:
+        _check_in_bucket(commands, options, data)
+
+
+def _data_fields(commands: Commands, options: argparse.Namespace, train: list[str]) -> dict[str, str]:
+    """The files and folders that training will read, by the fields that name them; none in a dry run."""
+    found = commands.ask("titans", "configs", *training(options, train))
+    if found.returncode:
+        raise LaunchError(last_line(found.stderr).removeprefix("titans: "))
+    data = json.loads(found.stdout)["data"] if not commands.dry_run else {"source": "python", "tokenizer": "byte"}
+    if data["source"] != "python" and data["path"] is None:
+        raise LaunchError(
+            f"data.path is None, but data.source is {data['source']}; put the text into gs://{options.bucket} and give "
+            f"its place, such as --data.path {MOUNT}/data/text"
+        )
+    names = ["path", "validation_path", *["tokenizer"] * (data["tokenizer"] != "byte")]
+    return {f"data.{name}": data[name] for name in names if data.get(name) is not None}
+
+
+def _check_places(data: dict[str, str]) -> None:
+    for field, path in data.items():
+        if not path.startswith(MOUNT + "/"):
+            raise LaunchError(
+                f"{field} is {path!r}, which the machines do not have; copy it into the bucket and give --{field} "
+                f"{MOUNT}/data/{Path(path).name}"
+            )
+
+
+def _check_in_bucket(commands: Commands, options: argparse.Namespace, data: dict[str, str]) -> None:
+    for field, path in data.items():
+        address = f"gs://{options.bucket}{path.removeprefix(MOUNT).rstrip('/')}"
+        found = commands.ask("gcloud", "storage", "ls", "--project", options.project, address)
+        if found.returncode:
+            raise LaunchError(
+                f"{field} is {path!r}, but there is no {address} ({last_line(found.stderr)}); copy it there"
+            )
 
 
 def last_line(text: str) -> str:
@@ -298,12 +338,13 @@ def last_line(text: str) -> str:
 
 def upload(commands: Commands, options: argparse.Namespace, train: list[str]) -> None:
     """This checkout's code, with changes that are not committed, into the bucket, from where every host takes it."""
-    archive = f"{tempfile.gettempdir()}/{options.name}.tar.gz"
     what = ["titans_jax", "configs", "launch", "pyproject.toml", "README.md", "LICENSE"]
     if (file := config_file(train)) is not None:
         what.append(file)
-    commands.run("tar", "--create", "--gzip", "--file", archive, "--exclude", "__pycache__", *what)
-    commands.run("gcloud", "storage", "cp", archive, code(options))
+    with tempfile.TemporaryDirectory() as folder:  # of a name that nobody else on this machine can have made before
+        archive = f"{folder}/{options.name}.tar.gz"
+        commands.run("tar", "--create", "--gzip", "--file", archive, "--exclude", "__pycache__", *what)
+        commands.run("gcloud", "storage", "cp", archive, code(options))
 
 
 def code(options: argparse.Namespace) -> str:

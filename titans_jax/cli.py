@@ -18,7 +18,7 @@ USAGE = """usage: titans COMMAND ...
   compile CONFIG [--topology ...]    does it fit a TPU slice, and what does a step cost there; needs no TPU
   data CONFIG [--field value ...]    what a configuration's data holds, and one row of it
   models                             every memory rule by name: Table 1 of Miras, from the code
-  configs                            the configurations that come with the package
+  configs [CONFIG ...]               the configurations that come with the package; or all fields of one, as JSON
   bench memory | train [...]         speed and memory of the memory core, and of a training step
   bench schedule [...]               cycles that the TPU compiler schedules for the fused kernel; needs no TPU
   study NAME [--quick ...]           train the small models that a table compares, and draw it: recall, step_size, ...

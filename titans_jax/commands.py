@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tyro.conf import Positional
 
-from titans_jax.config import Config, ConfigError, MeshConfig
+from titans_jax.config import Config, ConfigError, MeshConfig, to_dict
 from titans_jax.config.command_line import parse
 from titans_jax.config.files import find_config, shipped_configs
 from titans_jax.config.help import describe_fields
@@ -241,7 +241,10 @@ def _names(some: list[str], every: Collection[str]) -> str:
 
 
 def configs(arguments: list[str]) -> None:
-    """titans configs"""
+    """titans configs [CONFIG [--field value ...]]"""
+    if arguments and not arguments[0].startswith("-"):
+        print(json.dumps(to_dict(configuration("titans configs", arguments)[1]), indent=2))
+        return
     _no_arguments("titans configs", arguments, "The configurations that come with the package, with their sizes.")
     from rich.console import Console
     from rich.table import Table

@@ -1,5 +1,6 @@
 """Runs a launcher with fake commands first on PATH."""
 
+import json
 import os
 import shutil
 import signal
@@ -15,13 +16,23 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FAKES = ("gcloud", "titans", "docker", "xpk", "tar")
 
 OPTIONS = "--name titans-1 --project my-project --zone us-east5-b --bucket my-bucket".split()
+DATA = {
+    "source": "jsonl",
+    "path": "/mnt/titans/data/text",
+    "validation_path": None,
+    "tokenizer": "/mnt/titans/data/t.model",
+}
+CHECKED = {"expect": "titans configs mac_170m", "contains": ["--training.run_dir /mnt/titans/runs/titans-1"]}
 PREFLIGHT = [
+    {**CHECKED, "stdout": json.dumps({"data": DATA}) + "\n"},
     {"expect": "titans compile mac_170m --topology"},
     {
         "expect": "gcloud storage buckets describe gs://my-bucket --project my-project --raw",
         "contains": ["value(hierarchicalNamespace.enabled)"],
         "stdout": "True\n",
     },
+    {"expect": "gcloud storage ls --project my-project gs://my-bucket/data/text"},
+    {"expect": "gcloud storage ls --project my-project gs://my-bucket/data/t.model"},
 ]
 UPLOAD = [
     {"expect": "tar --create", "contains": ["titans-1.tar.gz", " titans_jax configs launch pyproject.toml"]},

@@ -1,6 +1,7 @@
 """Names of slices, and mistakes: one sentence with what would work, before any command runs."""
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ import tarfile
 import common
 import pytest
 
-from tests.launch.launching import CHECKOUT, OPTIONS, PREFLIGHT
+from tests.launch.launching import CHECKED, CHECKOUT, DATA, OPTIONS, PREFLIGHT
 from titans_jax.config import files
 
 GOOD = [*OPTIONS, "--type", "v6e-8"]
@@ -104,10 +105,38 @@ def test_the_folder_of_a_bucket_may_begin_with_gs(launcher):
 
 
 def test_a_configuration_that_does_not_fit_ends_before_gcloud(launcher):
-    scenario = [{**PREFLIGHT[0], "code": 2, "stderr": "titans: it needs 20.1 GiB of 16 GiB\n"}]
+    scenario = [PREFLIGHT[0], {**PREFLIGHT[1], "code": 2, "stderr": "titans: it needs 20.1 GiB of 16 GiB\n"}]
     end = launcher("tpu_vm.py", [*GOOD, *TRAIN], scenario)
     assert end.code == 1 and "it needs 20.1 GiB" in end.err and "titans compile mac_170m --topology" in end.err
-    assert len(end.asked) == 1
+    assert len(end.asked) == 2
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        ({"path": None}, "data.path is None, but data.source is jsonl; put the text into gs://my-bucket and give its"),
+        ({"path": "text/"}, "data.path is 'text/', which the machines do not have; copy it into the bucket and give"),
+        ({"tokenizer": "tokenizer.model"}, "data.tokenizer is 'tokenizer.model', which the machines do not have; copy"),
+        ({"validation_path": "/v.jsonl"}, "and give --data.validation_path /mnt/titans/data/v.jsonl"),
+    ],
+)
+def test_data_that_the_machines_would_not_have_is_refused_before_anything_is_paid_for(launcher, data, message):
+    scenario = [{**CHECKED, "stdout": json.dumps({"data": {**DATA, **data}}) + "\n"}]
+    end = launcher("queued_resources.py", [*GOOD, *TRAIN], scenario)
+    assert end.code == 2 and message in end.err and len(end.asked) == 1
+
+
+def test_data_that_is_not_in_the_bucket_is_refused(launcher):
+    scenario = [*PREFLIGHT[:4], {**PREFLIGHT[4], "code": 1, "stderr": "ERROR: One or more URLs matched no objects.\n"}]
+    end = launcher("tpu_vm.py", [*GOOD, *TRAIN], scenario)
+    assert end.code == 2 and "there is no gs://my-bucket/data/t.model (ERROR: One or more" in end.err
+    assert len(end.asked) == 5
+
+
+def test_what_training_would_refuse_is_refused_here(launcher):
+    scenario = [{**CHECKED, "code": 2, "stderr": "titans: training.steps is 0; use at least 1\n"}]
+    end = launcher("tpu_vm.py", [*GOOD, *TRAIN], scenario)
+    assert end.code == 2 and end.err == "launch: training.steps is 0; use at least 1\n"
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_several_slices(launcher):
     started = [ABSENT, create, ACTIVE, {**answers, "stdout": status(*[("absent", "-", 0)] * 8)}, SETUP, start]
     end = watch(launcher, [*BEGIN, *started, *eight, DELETE], "--slices", "2")
     assert end.code == 0 and "8 of 8 hosts" in end.out
-    assert "--topology v6e-16 --slices 2" in end.asked[0]
+    assert "--topology v6e-16 --slices 2" in end.asked[1]
 
 
 def test_ctrl_c_leaves_the_slice_and_says_how_to_delete_it(launcher):
@@ -283,6 +283,7 @@ def test_dry_run_prints_the_commands_of_every_state_and_runs_none(launcher):
     assert end.code == 0 and end.err == "" and end.asked == []
     printed = [line for line in end.out.splitlines() if line.startswith("+")]
     verbs = [
+        "titans configs",
         "titans compile",
         "buckets describe",
         "tar",

@@ -108,5 +108,5 @@ def test_mistakes_with_xpk(launcher, arguments, message):
 def test_dry_runs_run_nothing(launcher, script, options):
     end = launcher(script, [*options, "--dry-run", *TRAIN])
     assert end.code == 0 and end.err == "" and end.asked == []
-    assert end.out.splitlines()[0].startswith("+ titans compile mac_170m --topology v")
+    assert end.out.splitlines()[1].startswith("+ titans compile mac_170m --topology v")
     assert "--training.run_dir /mnt/titans/runs/titans-1" in end.out
