@@ -296,4 +296,4 @@ def test_dry_run_prints_the_commands_of_every_state_and_runs_none(launcher):
     ]
     verbs += ["delete", "follow", "stop"]
     assert len(printed) == len(verbs) and all(verb in line for verb, line in zip(verbs, printed, strict=True))
-    assert printed[5] == "+ " + CREATE["expect"]
+    assert printed[6] == "+ " + CREATE["expect"]
