@@ -42,9 +42,7 @@ def train(arguments: list[str]) -> None:
     processes.start(config.processes)
     if config.mesh == MeshConfig():
         sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
-
-    # Orbax logs every failed write with its traceback; what the user needs of it comes as the sentence of an error.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    _quieten()
     train(config, Path(config.training.run_dir or f"runs/{name}"))
 
 
@@ -353,6 +351,7 @@ def _load_run(folder: Path) -> "Run":
     """A trained model, with what is skipped on the way told on the error stream."""
     from titans_jax.training import load_run
 
+    _quieten()
     return load_run(folder, say=lambda sentence: print(f"titans: {sentence}", file=sys.stderr))
 
 
@@ -363,6 +362,11 @@ def _no_arguments(program: str, arguments: list[str], says: str) -> None:
         raise SystemExit(0)
     if arguments:
         raise ConfigError(f"{program} takes no arguments, not {' '.join(arguments)}")
+
+
+def _quieten() -> None:
+    """Leave out what Orbax logs of failed reads and writes: what the user needs of it is an error's sentence."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 def _cache_compilations() -> None:
