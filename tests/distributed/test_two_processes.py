@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.launch import finish, free_port, in_two, launch
+from tests.training.test_checkpoint import assert_every_file_has_a_checksum
 from tests.training.tiny import MODEL
 from titans_jax.training import load_run
 from titans_jax.training.metrics import read_metrics
@@ -77,7 +78,8 @@ def test_two_processes_train_as_one(pair, single):
     assert "parameters on 2 x cpu" in first and "finished step 12" in first
     assert "step" not in second
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
-    assert not list(run_dir.glob(".seen*"))
+    assert not list(run_dir.glob(".seen*")) and not (run_dir / "lock.json").exists()
+    assert_every_file_has_a_checksum(run_dir / "checkpoints" / "12")
 
 
 SIGNALLED = """

@@ -15,8 +15,8 @@ import titans_jax
 from tests.training.tiny import tiny_config
 from titans_jax.config import ConfigError, to_dict
 from titans_jax.training import load_run
-from titans_jax.training.checkpoint import FORMAT, CheckpointError, Checkpoints, NotFinite, abstract_like
-from titans_jax.training.checksums import NAME
+from titans_jax.training.checkpoint import FORMAT, CheckpointError, Checkpoints, NotFinite, _cause, abstract_like
+from titans_jax.training.checksums import NAME, damage
 from titans_jax.training.loop import check_folder
 from titans_jax.training.optimizer import make_optimizer
 
@@ -53,6 +53,12 @@ def restore(run_dir: Path, resume_from=None):
     return saved.step, said
 
 
+def assert_every_file_has_a_checksum(step: Path) -> None:
+    files = {file.relative_to(step).as_posix() for file in step.rglob("*") if file.is_file()}
+    assert set(json.loads((step / NAME).read_text())) == files - {NAME}
+    assert damage(step, ["params", "optimizer", "run", "_CHECKPOINT_METADATA"]) is None
+
+
 def change_run(run_dir: Path, step: int, change) -> None:
     """Let `change` alter what a checkpoint of an earlier version, without checksums, holds beside its arrays."""
     folder = run_dir / "checkpoints" / str(step)
@@ -71,6 +77,12 @@ def test_what_is_beside_the_arrays(run_dir):
     said = []
     change_run(run_dir, 8, lambda run: said.append((run["format"], run["version"])))
     assert said == [(FORMAT, titans_jax.__version__)]
+
+
+def test_every_file_has_a_checksum(written):
+    """So Orbax writes none after them."""
+    for step in ("4", "8"):
+        assert_every_file_has_a_checksum(written / "checkpoints" / step)
 
 
 @pytest.mark.parametrize("item", ["params", "optimizer", "run"])
@@ -97,6 +109,28 @@ def test_a_missing_file_and_damaged_checksums_are_found(run_dir):
         with pytest.raises(CheckpointError, match="none of the checkpoints in .* can be read; start in another run"):
             checkpoints.restore(abstract_like(STATE))
     assert "is missing" in said[0] and "checksums.json is damaged" in said[1]
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (ValueError("cannot read. See full TensorStore details: <bound method pybind11_detail"), "cannot read"),
+        (ValueError("first line\nsecond"), "first line"),
+        (ValueError("INTERNAL [os_error_code='28' at='here']"), "No space left on device"),
+        (PermissionError(13, "Permission denied", "x"), "Permission denied"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_causes_in_words(error, said):
+    assert _cause(error) == said
+
+
+@pytest.mark.parametrize("number, advice", [(28, "free some space and run"), (13, "when it can be, run")])
+def test_space_is_asked_for_where_a_disk_is_full(tmp_path, number, advice):
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        with pytest.raises(CheckpointError, match=f"could not be written .*; {advice} the same command again"):
+            with checkpoints._writing():
+                raise OSError(number, "words")
 
 
 def test_a_checkpoint_without_checksums_is_read(run_dir):

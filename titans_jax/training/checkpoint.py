@@ -330,7 +330,7 @@ def _cause(error: Exception) -> str:
     """The cause in words, without the many layers that TensorStore tells."""
     if (number := _error_number(error)) is not None:
         return os.strerror(number)
-    text = str(error).strip() or type(error).__name__
+    text = str(error).partition(". See full TensorStore details")[0].strip() or type(error).__name__
     return text.splitlines()[0][:200]
 
 

@@ -2,7 +2,7 @@
 
 `checksums.json` in a checkpoint's folder holds the size and the CRC-32 of every other file. It is written once all of
 them are, before Orbax gives the folder its name, so a checkpoint has them whenever it is whole. Reading back costs a
-second per gigabyte and core (1.0 GB/s measured on one core, the file cached), in the background at a save.
+second per gigabyte and core (0.95 GB/s measured on one, files cached), in the background at a save.
 """
 
 import json
