@@ -46,6 +46,42 @@ def test_fields_of_a_configuration_set_arguments_of_the_parts_it_names():
     assert retention("lq") == memory.retentions.lq()
 
 
+def test_arguments_of_a_part_follow_its_name():
+    made = memory_rule(MemoryConfig(bias="huber(delta=0.5, constant=True)", retention="lq(q=1.2)", preset="yaad"))
+    assert (made.bias, made.retention) == (memory.biases.huber(0.5, constant=True), memory.retentions.lq(1.2))
+    assert "bias_gate" not in gate_choices(MemoryConfig(preset="yaad")).channel_logits(made)
+
+
+@pytest.mark.parametrize(
+    "said, sentence",
+    [
+        ("lq(z=1)", "model.memory.retention is 'lq(z=1)', which takes q, not z"),
+        ("lq(1.2)", "model.memory.retention is 'lq(1.2)'; use a name, or lq(argument=value)"),
+        ("lq(q=print)", "model.memory.retention is 'lq(q=print)'; use a name, or lq(argument=value)"),
+        ("lq(q=3)", "model.memory: q is 3: the mirror map of L_q needs 1 < q <= 2, for example 1.5"),
+    ],
+)
+def test_arguments_that_a_part_does_not_take_are_refused(said, sentence):
+    with pytest.raises(ConfigError) as refused:
+        memory_rule(MemoryConfig(retention=said))
+    assert str(refused.value) == sentence
+
+
+def test_what_is_forgotten_can_be_said():
+    def sides(**fields):
+        choices = gate_choices(MemoryConfig(**fields))
+        return choices.retention, choices.key, choices.value
+
+    assert sides(preset="yaad") == ("forget", "forget", "forget")
+    assert sides(preset="yaad", channel_retention="none") == ("forget", None, None)
+    assert sides(preset="yaad", forget=False) == ("keep", None, None)
+    assert sides(preset="titans", channel_retention="key") == ("forget", "forget", None)
+    assert sides(preset="ttt_mlp") == ("keep", None, None) and sides(preset="ttt_mlp", forget=True)[0] == "forget"
+    for name in ("hgrn2", "mamba2"):
+        with pytest.raises(ConfigError, match=f"forget is False .* the gates of {name} cannot be changed so"):
+            sides(preset=name, forget=False)
+
+
 @pytest.mark.parametrize("field, name, near", [("bias", "hubert", "huber"), ("retention", "decai", "decay")])
 def test_a_name_that_nothing_is_registered_under_is_refused_with_the_nearest(field, name, near):
     with pytest.raises(ConfigError, match=rf"^model\.memory\.{field} is '{name}'; use .*; did you mean {near}\?$"):
@@ -82,6 +118,8 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
         {"preset": "yaad", "bias": "huber_norm", "retention": "lq"},
         {"preset": "memora", "retention": "lagged_kullback_leibler"},
         {"preset": "moneta", "retention": "f_divergence", "momentum": True},
+        {"preset": "moneta", "q": 3.0, "forget": False},
+        {"preset": "titans", "channel_retention": "key"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )

@@ -3,6 +3,7 @@
 jax is imported by the first call, so that a configuration is read, and help given, without it.
 """
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
@@ -43,10 +44,24 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     """
     from titans_jax.memory.rule.gate_choices import OPEN_BIAS
 
-    gates, bias = _preset(config).gates, config.forget_bias
-    if bias is None and memory_rule(config).forget_to_start:
-        bias = OPEN_BIAS
-    return gates if bias is None else dataclasses.replace(gates, forget_bias=bias)
+    gates, changed = _preset(config).gates, {}
+    if config.forget_bias is not None:
+        changed["forget_bias"] = config.forget_bias
+    elif memory_rule(config).forget_to_start:
+        changed["forget_bias"] = OPEN_BIAS
+    if config.forget is not None:
+        if config.forget != (gates.retention != "keep" or gates.key is not None or gates.value is not None):
+            changed |= {"retention": "forget"} if config.forget else {"retention": "keep", "key": None, "value": None}
+    if config.channel_retention is not None:
+        sides = {"none": (), "both": ("key", "value")}.get(config.channel_retention, (config.channel_retention,))
+        changed |= {side: "forget" if side in sides else None for side in ("key", "value")}
+    try:
+        return dataclasses.replace(gates, **changed)
+    except ValueError as error:  # HGRN2's keys are made of what is kept, Mamba2's step is that of its retention
+        raise ConfigError(
+            f"model.memory.forget is {config.forget} and channel_retention {config.channel_retention}; the gates of "
+            f"{config.preset} cannot be changed so ({str(error).rstrip('.')}): leave them None"
+        ) from error
 
 
 def step_size_bound(model: ModelConfig) -> float:
@@ -67,9 +82,12 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     rule = _make(_preset(config).make, config)
     choices = {}
     for field, registry in (("architecture", ARCHITECTURES), ("bias", BIASES), ("retention", RETENTIONS)):
-        name = getattr(config, field)
-        if name is not None:
-            choices[field] = _make(registered(registry, f"model.memory.{field}", name), config)
+        said = getattr(config, field)
+        if said is not None:
+            name, arguments = _read_call(f"model.memory.{field}", said)
+            part = registered(registry, f"model.memory.{field}", name)
+            _check_arguments(f"model.memory.{field}", said, part, arguments)
+            choices[field] = _make(part, config, arguments)
     if "architecture" in choices:  # a memory of several matrices that starts at zero would stay there
         choices["learned_start"] = rule.learned_start or not choices["architecture"].linear
     if config.momentum is not None and config.momentum != rule.algorithm.has_momentum:
@@ -86,10 +104,40 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     return dataclasses.replace(rule, forget_to_start=to_start)
 
 
-def _make(make: Callable[..., Any], config: MemoryConfig) -> Any:
-    """A preset's rule, or a part of it, with the arguments that are fields of the configuration."""
+def _make(make: Callable[..., Any], config: MemoryConfig, said: Mapping[str, Any] | None = None) -> Any:
+    """A preset's rule, or a part of it, with the arguments that are fields of the configuration, or were said."""
     names = set(inspect.signature(make).parameters) & set(CONFIGURED) - set(getattr(make, "unconfigured", ()))
-    return make(**{name: getattr(config, name) for name in names})
+    return make(**{name: getattr(config, name) for name in names} | dict(said or {}))
+
+
+def _read_call(field: str, said: str) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of "name" or "name(argument=value, ...)", values being literals.
+
+    Raises:
+      ConfigError: it is neither.
+    """
+    name, opened, _ = said.partition("(")
+    if not opened:
+        return said, {}
+    try:
+        call = ast.parse(said, mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
+            raise ValueError
+        return call.func.id, {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ConfigError(f"{field} is {said!r}; use a name, or {name}(argument=value)") from None
+
+
+def _check_arguments(field: str, said: str, part: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse what a part does not take.
+
+    Raises:
+      ConfigError: names what it takes.
+    """
+    known = list(inspect.signature(part).parameters)
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"{field} is {said!r}, which takes {', '.join(known) or 'nothing'}, not {name}")
 
 
 def _preset(config: MemoryConfig) -> "Preset":

@@ -36,11 +36,17 @@ class MemoryConfig:
     expansion: int = 4
     """Hidden width of an MLP memory over head_dim."""
     bias: str | None = None
-    """Attentional bias by name, such as `huber`; None is the preset's own."""
+    """Attentional bias by name, such as `huber`; None is the preset's own. Arguments may follow, here as for
+    `architecture` and `retention`: `huber(delta=0.5, constant=True)`."""
     retention: str | None = None
-    """Retention gate by name, such as `elastic_net`; None is the preset's own."""
+    """Retention gate by name, such as `elastic_net` or `alpha_divergence(alpha=0.3)`; None is the preset's own."""
     momentum: bool | None = None
     """Keep past surprise (eta of the paper), or take plain gradient steps; None is the preset's own."""
+    forget: bool | None = None
+    """Let tokens forget (alpha of the paper), or keep everything; None is the preset's own."""
+    channel_retention: Literal["none", "key", "value", "both"] | None = None
+    """Which channels are forgotten one by one, beside what a head forgets: those of keys, of values, both or none; None
+    is the preset's own."""
     p: float = 3.0
     """Exponent of Moneta's L_p bias, and of `bias` "lp"."""
     q: float = 4.0

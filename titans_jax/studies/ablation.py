@@ -16,9 +16,6 @@ from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language, Recall
 
-NEVER = -1e4
-"""A start of the forget gate's logits that no training leaves: sigmoid of it, and its slope, are 0 in any dtype."""
-
 FULL = "full"
 
 Change = Callable[[ModelConfig], ModelConfig]
@@ -63,7 +60,7 @@ def model_with(**fields: object) -> Change:
 VARIANTS: dict[str, Change] = {
     FULL: lambda model: model,
     "without momentum": memory_with(momentum=False),
-    "without forgetting": memory_with(forget_bias=NEVER),
+    "without forgetting": memory_with(forget=False),
     "without convolution": model_with(conv_size=1),
     "without persistent tokens": model_with(num_persistent=0),
     "linear memory": memory_with(architecture="linear"),

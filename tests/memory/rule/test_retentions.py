@@ -206,8 +206,21 @@ def steep(x):
     return jnp.exp(x + x**3)
 
 
+# Divergences by name, each with the derivative of its f.
+NAMED = {
+    "chi_squared": (retentions.chi_squared(), lambda t: t - 1),
+    "jensen_shannon": (retentions.jensen_shannon(), lambda t: np.log(2 * t / (1 + t))),
+    "alpha_0": (retentions.alpha_divergence(0.0), lambda t: 1 - 1 / t),
+    "alpha_half": (retentions.alpha_divergence(), lambda t: 2 - 2 / np.sqrt(t)),
+    "alpha_1": (retentions.alpha_divergence(1.0), np.log),
+    "alpha_3/2": (retentions.alpha_divergence(1.5), lambda t: 2 * (np.sqrt(t) - 1)),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("g", [jnp.exp, jax.nn.softplus, squared_softplus, bounded, steep])
+@pytest.mark.parametrize(
+    "g", [jnp.exp, jax.nn.softplus, squared_softplus, bounded, steep, *(gate.g for gate, _ in NAMED.values())]
+)
 @pytest.mark.parametrize("size", [0.01, 1.0, 20.0])
 def test_f_divergence_keeps_every_sum(g, size):
     """Whatever increasing g and however large the step, columns keep their sums and no weight is negative."""
@@ -220,14 +233,20 @@ def test_f_divergence_keeps_every_sum(g, size):
 
 
 @pytest.mark.parametrize(
-    "g, inverse", [(jnp.exp, np.log), (jax.nn.softplus, lambda y: np.log(np.expm1(y)))], ids=["exp", "softplus"]
+    "g, inverse",
+    [(jnp.exp, np.log), (jax.nn.softplus, lambda y: np.log(np.expm1(y))), *((g.g, f) for g, f in NAMED.values())],
+    ids=["exp", "softplus", *NAMED],
 )
 def test_f_divergence_solves_its_problem(g, inverse):
-    """eta u + f'(W / W') is one number a column, f' the inverse of g (eq 18); with exp it is KL."""
+    """eta u + f'(W / W') is one number a column, f' the inverse of g (eq 18), and above it where no weight is
+    left; with exp it is KL."""
     before, u, eta = oracle.softmax(drawn()), drawn(seed=1), 0.5
     weights = weights_after(retentions.f_divergence(g), before - eta * u, before)
     gradient = eta * u + inverse(weights / before)
-    np.testing.assert_allclose(gradient, np.broadcast_to(gradient[:1], gradient.shape), rtol=1e-9, atol=1e-10)
+    kept = weights > 0
+    level = np.broadcast_to(np.max(np.where(kept, gradient, -np.inf), axis=0), gradient.shape)
+    np.testing.assert_allclose(gradient[kept], level[kept], rtol=1e-9, atol=1e-10)
+    assert np.all(gradient[~kept] >= level[~kept])  # only where f' is finite at 0
     if g is jnp.exp:
         np.testing.assert_allclose(weights, oracle.softmax(np.log(before) - eta * u), rtol=1e-10)
 
@@ -256,6 +275,14 @@ def test_norm_power_starts_where_it_is_told_and_has_degree_3_minus_q(q):
     weights = weights_after(retention, carried, carried)
     np.testing.assert_allclose(oracle.q_norm(weights, q), oracle.q_norm(carried, q) ** (3 - q), rtol=2e-5)
     assert np.isfinite(gradient).all() and not weights_after(retention, np.zeros((3, 3)), np.zeros((3, 3))).any()
+
+
+def test_norm_power_of_3_starts_in_the_direction_it_is_told():
+    """Its norm is 1 whatever is carried, and a step moves it as any other."""
+    retention, start = retentions.norm_power(3), drawn()
+    weights = weights_after(retention, np.asarray(retention.start(jnp.asarray(start))), start)
+    np.testing.assert_allclose(weights, start / oracle.q_norm(start, 3), rtol=2e-5)
+    np.testing.assert_allclose(oracle.q_norm(weights_after(retention, start + 0.1, start), 3), 1, rtol=2e-5)
 
 
 def test_lq_starts_where_it_is_told():
@@ -318,8 +345,8 @@ def test_positive_weights_are_refused_where_a_memory_needs_negative_ones(make, a
 @pytest.mark.parametrize(
     "make, field",
     [
-        (lambda: retentions.norm_power(3), "q"),
         (lambda: retentions.norm_power(0.5), "q"),
+        (lambda: retentions.alpha_divergence(2.5), "alpha"),
         (lambda: retentions.norm_power(float("nan")), "q"),
         (lambda: retentions.lq(1), "q"),
         (lambda: retentions.lq(2.5), "q"),

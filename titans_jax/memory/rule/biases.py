@@ -67,10 +67,15 @@ class AffineBias(AttentionalBias):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaBias(AttentionalBias):
-    """A bias with a size `delta` at which it changes; a token's gate takes its place."""
+    """A bias with a size `delta` at which it changes; a token's gate takes its place, unless it is `constant`."""
 
     delta: float = 1.0
-    takes_gate = True
+    constant: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def takes_gate(self) -> bool:
+        """See `AttentionalBias`."""
+        return not self.constant
 
     def __post_init__(self) -> None:
         check_positive("delta", self.delta)

@@ -231,7 +231,7 @@ class GateChoices:
 
     def by_channel(self, rule: MemoryRule) -> bool:
         """Whether the bias has a number per channel: a configuration may put a bias that takes none in its place."""
-        return self.bias_gate and rule.bias.gate_by_channel
+        return self.bias_gate and rule.bias.takes_gate and rule.bias.gate_by_channel
 
     def scalar_logits(self, rule: MemoryRule, head_dim: int) -> dict[str, tuple[int, float]]:
         """The scalar logits of one head, {name: (how many, their bias at first)}."""

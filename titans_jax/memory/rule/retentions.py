@@ -14,6 +14,7 @@ the paper's rule at every token. `decay` is linear throughout: weights(A) = A.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +27,8 @@ from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
+MOST_GROWTH = 1e20
+"""Stands for infinity where a multiplicative step is not defined, so that its product with a weight of 0 is 0."""
 Matrices = tuple[jax.Array, ...]
 Slopes = tuple[jax.Array | float, ...]
 
@@ -159,8 +162,9 @@ class FtrlElasticNet(Threshold):
 class NormPower(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = A_t / (||A_t||_q + epsilon)^(q-2), per matrix (Miras eq 24, Moneta: q = 4).
 
-    Inside a chunk the scale is that of the chunk's start. ||W||_q = ||A||_q^(3-q): q = 3 has the norm 1 whatever A is,
-    so no A gives the weights a memory must start from, and is refused. A matrix that is exactly 0 stays finite.
+    Inside a chunk the scale is that of the chunk's start. ||W||_q = ||A||_q^(3-q), so that some A gives the weights a
+    memory starts from, but for q = 3, where the norm is 1 whatever A is: such a memory starts in their direction, and
+    keeps that norm (derived). A matrix that is exactly 0 stays finite.
     """
 
     q: float = 4.0
@@ -168,12 +172,12 @@ class NormPower(Retention):
     one_slope = True
 
     def __post_init__(self) -> None:
-        if not self.q >= 1 or self.q == 3:
-            raise ValueError(
-                f"q is {self.q!r}: it must be 1 or more and not 3, where the norm of W is 1, for example 4."
-            )
+        if not self.q >= 1:
+            raise ValueError(f"q is {self.q!r}: it must be 1 or more, for example 4.")
 
     def start(self, weights: jax.Array) -> jax.Array:
+        if self.q == 3:
+            return weights
         return weights * norm(weights, self.q) ** ((self.q - 2) / (3 - self.q))
 
     def slope(self, carried: Matrices, params: Params) -> Slopes:
@@ -272,9 +276,10 @@ class LaggedKullbackLeibler(KullbackLeibler):
 class FDivergence(Retention):
     """W_t = W_{t-1} * g(S_t - zeta_t), zeta_t such that every output unit's weights keep their sum (Miras eq 18).
 
-    g: any increasing positive function, (f')^-1 of the divergence; `jnp.exp` is Kullback-Leibler. It must be a function
-    of one argument that jax can trace. Inside a chunk W drifts linearly, and one multiplicative step from the chunk's
-    start to a token is taken on what the carried matrix moved since: with alpha = 1 that is the sum of its steps.
+    g: any increasing function that is not negative, (f')^-1 of the divergence; `jnp.exp` is Kullback-Leibler. It must
+    be a function of one argument that jax can trace. Inside a chunk W drifts linearly, and one multiplicative step from
+    the chunk's start to a token is taken on what the carried matrix moved since: with alpha = 1 that is the sum of its
+    steps.
     """
 
     g: Callable[[jax.Array], jax.Array] = jnp.exp
@@ -308,6 +313,48 @@ class FDivergence(Retention):
         value, change = jax.jvp(excess, (zeta,), (jnp.ones_like(zeta),))
         change = jax.lax.stop_gradient(jnp.where(change == 0, -1, change))  # 0: nothing in the column to step
         return opened * self.g(moved - (zeta - value / change))
+
+
+@register_retention()
+def chi_squared(size: float | None = None) -> FDivergence:
+    """f(t) = (t - 1)^2 / 2: W_t = W_{t-1} max(0, 1 + S_t - zeta_t). An entry that reaches 0 stays there."""
+    return alpha_divergence(2.0, size)
+
+
+@register_retention()
+def jensen_shannon(size: float | None = None) -> FDivergence:
+    """f(t) = t log t - (1 + t) log((1 + t) / 2): g(x) = e^x / (2 - e^x), below x = log 2."""
+    return FDivergence(jensen_shannon_growth, size)
+
+
+@register_retention()
+def alpha_divergence(alpha: float = 0.5, size: float | None = None) -> FDivergence:
+    """f'(t) = (t^(alpha - 1) - 1) / (alpha - 1), alpha from 0 to 2: 0 is the reverse Kullback-Leibler divergence, 1
+    Kullback-Leibler, 2 chi squared."""
+    return FDivergence(AlphaGrowth(alpha), size)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlphaGrowth:
+    """g(x) = (1 + (alpha - 1) x)^(1 / (alpha - 1)), 0 or `MOST_GROWTH` where that is not defined."""
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 2:
+            raise ValueError(f"alpha is {self.alpha!r}: the alpha divergence needs 0 to 2, for example 0.5.")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        power = self.alpha - 1
+        if power == 0:
+            return jnp.exp(x)
+        return jnp.maximum(1 + power * x, 0.0 if power > 0 else MOST_GROWTH**power) ** (1 / power)
+
+
+def jensen_shannon_growth(x: jax.Array) -> jax.Array:
+    """e^x / (2 - e^x), `MOST_GROWTH` where that is not defined."""
+    grown = jnp.exp(jnp.minimum(x, math.log(2)))
+    return grown / jnp.maximum(2 - grown, 1 / MOST_GROWTH)
 
 
 @register_retention()
