@@ -6,6 +6,7 @@ in one sentence and exit code 2, a run that cannot go on in one sentence and exi
 
 import os
 import sys
+from typing import Any
 
 import titans_jax
 from titans_jax.errors import TitansError
@@ -73,6 +74,14 @@ def run() -> None:
     A failure ends at once: threads of TensorStore would print the tracebacks of failed writes behind the sentence that
     is to be read last.
     """
+    hook = sys.unraisablehook
+
+    def without_late_writes(found: Any) -> None:
+        # TensorStore's threads, of every write that was under way when one failed.
+        if (found.exc_type, str(found.exc_value)) != (RuntimeError, "Event loop is closed"):
+            hook(found)
+
+    sys.unraisablehook = without_late_writes
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

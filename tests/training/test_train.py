@@ -281,6 +281,7 @@ def test_full_disk_ends_in_a_sentence_and_loses_nothing(tmp_path):
     done = subprocess.run(limited, env=own_cache, capture_output=True, text=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
     assert last.startswith("titans: the checkpoint of step 8 could not be written") and "(File too large)" in last
     assert "the checkpoint of step 4 is whole; free some space and run the same command again" in last
     assert "going on from the checkpoint of step 4" in run(tiny_config(), tmp_path / "run")

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files: a byte that changed on the disk is found when the checkpoint is read.
 
-`checksums.json` in a checkpoint's folder holds the size and the CRC-32 of every other file. It is written once all of
-them are, before Orbax gives the folder its name, so a checkpoint has them whenever it is whole. Reading back costs a
+`checksums.json` in a checkpoint's folder holds the size and the CRC-32 of every file in the folders of its items (what
+lies beside them Orbax changes once more, and can do without). It is written once all of them are, before Orbax gives the folder its name, so a checkpoint has them whenever it is whole. Reading back costs a
 second per gigabyte and core (0.95 GB/s measured on one, files cached), in the background at a save.
 """
 
@@ -17,8 +17,8 @@ PIECE = 1 << 22
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the checksums of all files of a checkpoint into it."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    """Write the checksums of the files of a checkpoint's items into it."""
+    files = [file for file in sorted(folder.glob("*/**/*")) if file.is_file()]
     sums = {file.relative_to(folder).as_posix(): each for file, each in zip(files, _sums(files), strict=True)}
     (folder / NAME).write_text(json.dumps(sums, indent=1))
 
