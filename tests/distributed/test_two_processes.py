@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.launch import finish, free_port, in_two, launch
-from tests.training.test_checkpoint import assert_every_file_has_a_checksum
-from tests.training.tiny import MODEL
+from tests.training.tiny import MODEL, assert_every_file_has_a_checksum
 from titans_jax.training import load_run
 from titans_jax.training.metrics import read_metrics
 

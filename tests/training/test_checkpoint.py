@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import titans_jax
-from tests.training.tiny import tiny_config
+from tests.training.tiny import assert_every_file_has_a_checksum, tiny_config
 from titans_jax.config import ConfigError, to_dict
 from titans_jax.training import load_run
 from titans_jax.training.checkpoint import FORMAT, CheckpointError, Checkpoints, NotFinite, _cause, abstract_like
-from titans_jax.training.checksums import NAME, damage
+from titans_jax.training.checksums import NAME
 from titans_jax.training.loop import check_folder
 from titans_jax.training.optimizer import make_optimizer
 
@@ -51,13 +51,6 @@ def restore(run_dir: Path, resume_from=None):
         state, saved = checkpoints.restore(abstract_like(STATE), resume_from)
     np.testing.assert_array_equal(state["params"]["w"], STATE["params"]["w"])
     return saved.step, said
-
-
-def assert_every_file_has_a_checksum(step: Path) -> None:
-    items = ["params", "optimizer", "run"]
-    files = {each.relative_to(step).as_posix() for item in items for each in (step / item).rglob("*") if each.is_file()}
-    assert set(json.loads((step / NAME).read_text())) == files
-    assert damage(step, items) is None
 
 
 def change_run(run_dir: Path, step: int, change) -> None:

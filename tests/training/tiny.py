@@ -50,3 +50,13 @@ def tiny_config(model: ModelConfig = MODEL, **training: Any) -> Config:
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=3),
         training=dataclasses.replace(defaults, **training),
     )
+
+
+def assert_every_file_has_a_checksum(step: Path) -> None:
+    """Every file of an item of a checkpoint, and it is right."""
+    from titans_jax.training.checksums import NAME, damage
+
+    items = ["params", "optimizer", "run"]
+    files = {each.relative_to(step).as_posix() for item in items for each in (step / item).rglob("*") if each.is_file()}
+    assert set(json.loads((step / NAME).read_text())) == files
+    assert damage(step, items) is None
