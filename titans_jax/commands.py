@@ -91,7 +91,8 @@ class EvaluateOptions:
     tasks: Positional[tuple[str, ...]] = ("perplexity",)
     """What to measure: names of evaluators. perplexity: loss, bits per byte and perplexity on the run's held-out text.
     positions: bits per byte by position in a text far longer than a training row, with the state carried on and with it
-    emptied at every window; writes positions.csv, .json and .png into the run's folder.
+    emptied at every window; writes positions.csv, .json and .png into the run's folder. niah: RULER's needles S-NIAH-1
+    to 3; ruler: all of its needle tasks. `titans evaluate --list` prints all there are.
     """
     memory: Literal["on", "off", "fresh"] = "on"
     """off: memories are read at their start and never written. fresh: tasks that carry a state from window to window
@@ -99,15 +100,19 @@ class EvaluateOptions:
     batches: int | None = None
     """Batches to read; None reads all."""
     length: int = 32768
-    """positions: tokens of a row."""
+    """positions: tokens of a row. niah, ruler: tokens of the longest text; the others are 1,024, 2,048, .."""
     text: Path | None = None
-    """positions: the file to read; None reads the run's validation documents, one after another."""
+    """positions, niah, ruler: the file to read; None reads the run's validation documents, one after another."""
+    samples: int | None = None
+    """niah, ruler: questions of every task and length; None asks 500."""
     json: bool = False
     """Print one JSON object instead of lines."""
 
 
 def evaluate(arguments: list[str]) -> None:
-    """titans evaluate RUN [TASK ...] [--memory on|off|fresh] [--json]"""
+    """titans evaluate RUN [TASK ...] [--memory on|off|fresh] [--json], or titans evaluate --list"""
+    if arguments == ["--list"]:
+        return _list_evaluators()
     options = parse("titans evaluate", EvaluateOptions, arguments)
     _check_numbers(options)
     _cache_compilations()
@@ -124,12 +129,21 @@ def evaluate(arguments: list[str]) -> None:
                 f"{run.config.model.pattern!r}); use on"
             )
         run = dataclasses.replace(run, graphdef=without_writes(run.graphdef))
-    asked = EvaluationOptions(options.batches, options.memory, options.length, options.text)
+    asked = EvaluationOptions(options.batches, options.memory, options.length, options.text, options.samples)
     numbers: dict[str, Any] = {"step": run.step}
     for task, measure in evaluators.items():
         prefix = f"{task}/" if len(evaluators) > 1 else ""
         numbers |= {prefix + name: value for name, value in measure(run, asked).items()}
     print(json.dumps(numbers)) if options.json else _print_numbers(numbers)
+
+
+def _list_evaluators() -> None:
+    """Every evaluator with the first sentence of what it says of itself."""
+    from titans_jax.evaluation import EVALUATORS
+
+    for name, evaluator in EVALUATORS.items():
+        what = " ".join((evaluator.__doc__ or "").split("\n\n")[0].split())
+        print(f"{name:12} {what}")
 
 
 def _print_numbers(numbers: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a trained model is worth: a registry of evaluators, of which perplexity is the first."""
+"""What a trained model is worth: a registry of evaluators."""
 
 from titans_jax.evaluation.evaluators import (
     EVALUATORS,
@@ -8,11 +8,13 @@ from titans_jax.evaluation.evaluators import (
     Numbers,
     register_evaluator,
 )
+from titans_jax.evaluation.niah import Answer
 from titans_jax.evaluation.perplexity import Evaluation, evaluate, evaluate_run
 from titans_jax.evaluation.positions import Bucket
 
 __all__ = [
     "EVALUATORS",
+    "Answer",
     "Bucket",
     "Evaluation",
     "EvaluationError",

@@ -37,6 +37,8 @@ class EvaluationOptions:
     """Tokens of a long text."""
     text: Path | None = None
     """The long text; None is the run's validation documents, one after another."""
+    samples: int | None = None
+    """Questions of each kind and length; None is what the task's protocol says."""
 
 
 Numbers = dict[str, "float | list[dict[str, float]]"]

@@ -1,0 +1,148 @@
+"""Needle tasks: RULER's strings, lengths, answers and scores, and the evaluator on a model that knows nothing."""
+
+import collections
+import csv
+import json
+import re
+
+import pytest
+
+from tests.evaluation.test_positions import run_of
+from titans_jax import cli
+from titans_jax.evaluation import EvaluationError, EvaluationOptions, niah
+from titans_jax.evaluation.needles import NOISE, TASKS, Essay, make_sample, score, split_sentences
+
+ESSAY = Essay("The sea was calm. Nobody spoke for an hour! Was it over? It was, at 3.5 knots. " * 20)
+
+
+def sample(task, length=2500, seed=0):
+    return make_sample(TASKS[task], ESSAY, len, length, seed)
+
+
+def test_one_needle_is_asked_for_in_the_words_of_ruler():
+    """The whole prompt of S-NIAH-1, letter by letter; the needle keeps its plural."""
+    prompt, (value,) = sample("niah_single_1", 900).prompt, sample("niah_single_1", 900).answers
+    key = re.search(r"for ([a-z]+-[a-z]+) is: ", prompt)[1]
+    lines = prompt.split("\n")
+    needle = lines.index(f"One of the special magic numbers for {key} is: {value}.")
+    assert lines[0] == (
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        "the number afterwards."
+    )
+    assert {*lines[1:needle], *lines[needle + 1 : -1]} <= {NOISE} and lines[-2] == NOISE
+    assert lines[-1] == (
+        f"What is the special magic number for {key} mentioned in the provided text? The special magic number for "
+        f"{key} mentioned in the provided text is"
+    )
+    assert re.fullmatch(r"[1-9]\d{6}", value)
+
+
+def test_several_needles_are_asked_for_in_the_plural():
+    found = sample("niah_multiquery")
+    assert len(found.answers) == 4 and found.prompt.startswith("Some special magic numbers are hidden within")
+    keys = r"([a-z]+-[a-z]+), ([a-z]+-[a-z]+), ([a-z]+-[a-z]+), and ([a-z]+-[a-z]+)"
+    question = rf"What are all the special magic numbers for {keys} mentioned in the provided text\? The special"
+    asked = re.search(question, found.prompt).groups()
+    for key, answer in zip(asked, found.answers, strict=True):
+        assert f"One of the special magic numbers for {key} is: {answer}." in found.prompt
+    assert found.prompt.endswith("and " + asked[-1] + " mentioned in the provided text are")
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("length", [2500, 6001])
+def test_a_text_is_as_long_as_fits_with_128_tokens_of_answer(task, length):
+    """A further unit of the haystack, a line or a word of at most 130 characters, would not."""
+    prompt = sample(task, length).prompt
+    assert length - 130 < len(prompt) + 128 <= length
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_answer_stands_once_in_the_text_and_another_seed_is_another_question(task):
+    counts = {"niah_multivalue": 4, "niah_multiquery": 4}
+    found = sample(task)
+    assert len(set(found.answers)) == len(found.answers) == counts.get(task, 1)
+    assert all(found.prompt.count(answer) == 1 for answer in found.answers)
+    assert sample(task) == found and sample(task, seed=1).answers != found.answers
+
+
+def test_needles_stand_anywhere():
+    depths = collections.Counter(int(5 * sample("niah_single_2", seed=seed).depth) for seed in range(100))
+    assert len(depths) == 5 and max(depths.values()) < 40
+
+
+def test_sentences_end_where_a_reader_would_end_them():
+    text = 'He left. "Why?" she asked. It was "so." Then 3.5 miles, e.g. two. And?'
+    assert split_sentences(text) == [
+        "He left.",
+        '"Why?" she asked.',
+        'It was "so."',
+        "Then 3.5 miles, e.g. two.",
+        "And?",
+    ]
+
+
+def test_an_answer_counts_by_what_stands_in_it():
+    assert (
+        score(("12",), " the number\x0012 ") == 1 and score(("AB", "cd"), "ab only") == 0.5 and score(("1",), "") == 0
+    )
+
+
+def test_a_length_without_room_for_a_question_is_refused():
+    with pytest.raises(ValueError, match="length is 300 tokens, too few for a question"):
+        sample("niah_single_1", 300)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("run"), "lmm", num_persistent=0)
+
+
+def test_a_model_that_knows_nothing_finds_nothing_and_all_is_written(run, monkeypatch, tmp_path):
+    text = tmp_path / "essay.txt"
+    text.write_text("The sea was calm. Nobody spoke. " * 200)
+    monkeypatch.setattr(niah, "GENERATED", 2)
+    numbers = niah.niah(run, EvaluationOptions(length=1024, samples=2, text=text))
+    assert numbers == {name: [{"length": 1024, "samples": 2, "accuracy": 0.0}] for name in list(TASKS)[:3]}
+    saved = json.loads((run.folder / "niah.json").read_text())
+    assert saved["essays"] == str(text) and saved["trained_on_rows_of"] == run.config.data.sequence_length
+    assert len(saved["answers"]) == 6 and (run.folder / "niah.png").stat().st_size > 10_000
+    with (run.folder / "niah.csv").open() as file:
+        assert [row["task"] for row in csv.DictReader(file)] == list(TASKS)[:3]
+
+
+def test_a_model_that_says_the_answer_finds_all(run, monkeypatch):
+    """ruler takes the mean over its tasks."""
+    answers = {}
+
+    def made(*inputs):
+        found = make_sample(*inputs)
+        answers[found.prompt] = " and ".join(found.answers)
+        return found
+
+    monkeypatch.setattr(niah, "make_sample", made)
+    monkeypatch.setattr(niah.Generator, "stream", lambda self, params, prompt, count: [answers[prompt]])
+    numbers = niah.ruler(run, EvaluationOptions(length=2500, samples=1))
+    assert numbers["mean"] == [{"length": each, "samples": 1, "accuracy": 100.0} for each in (1024, 2048)]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"length": 1000}, "length is 1,000; use at least 1,024"),
+        ({"length": 1024, "text": "nowhere.txt"}, "text is 'nowhere.txt', which cannot be used"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(run, options, words, tmp_path):
+    if "text" in options:
+        options = options | {"text": tmp_path / options["text"]}
+        words = words.replace("'nowhere", f"'{tmp_path}/nowhere")
+    with pytest.raises(EvaluationError) as refused:
+        niah.niah(run, EvaluationOptions(**options))
+    assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
+
+
+def test_all_evaluators_are_listed(capsys):
+    cli.main(["evaluate", "--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines][:4] == ["niah", "ruler", "perplexity", "positions"]
+    assert all(len(line.split()) > 3 for line in lines)

@@ -1,0 +1,222 @@
+"""Needle tasks of RULER (arXiv 2404.06654): a sentence with a key and a value, hidden in a long text, and asked for.
+
+The strings and counts are RULER's (scripts/data/synthetic/niah.py). Three things are not, and numbers printed beside
+published ones must say so: keys are pairs of the words below, not of the package wonderwords; the essays are a text
+that the caller gives; and sentences of it end where `split_sentences` says, not where nltk's Punkt does. The haystack
+of every sample is as long as fits, where versions of RULER before June 2025 fell short of the length by up to 500
+words.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+GENERATED = 128
+"""Tokens of an answer, which a length includes."""
+
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+TEMPLATE = (
+    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
+    "text?"
+)
+PREFIX = " The special magic {kind} for {query} mentioned in the provided text are"
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+DEPTHS = [round(100 * number / 39) for number in range(40)]
+"""Where a needle may stand in an essay, in percent of its sentences."""
+
+ADJECTIVES = (
+    "able ancient amber angry basic bitter blue bold brave brief bright broad busy calm careful cheap civil clean "
+    "clear clever close cloudy cold common cool crisp cruel curious daily damp dark dear deep dense dirty distant "
+    "double dry dull eager early easy eastern empty equal even exact faint fair famous fancy fast fatal fierce final "
+    "fine firm flat foreign formal fragile free fresh front full funny gentle giant glad golden good grand grave "
+    "great green grim happy hard harsh heavy hidden hollow honest huge human humble hungry icy ideal idle inner "
+    "junior keen kind large late lazy lean level light little lively local lonely long loose loud loyal lucky mad "
+    "major merry mild minor misty modern"
+).split()
+NOUNS = (
+    "acorn actor anchor apple apron arch arrow atlas attic autumn badge baker bamboo banner barn barrel basin basket "
+    "beach beacon beard beetle bell bench berry bishop blade blanket board bottle branch bread breeze brick bridge "
+    "broom brush bucket bundle button cabin cable camera candle canoe canvas captain carpet castle cattle cedar "
+    "cellar chain chair chalk cherry chest chimney circle clerk cliff clock cloud clover coach coast coffee comet "
+    "copper coral corner cotton cousin cradle crane crystal curtain dancer desert diamond doctor dragon drawer drum "
+    "eagle easel elbow ember engine fabric falcon farmer feather fence fiddle field finger flame flute forest fossil "
+    "fountain garden garlic glacier glove goose grain grape gravel guitar hammer harbor harvest hazel helmet heron "
+    "hill honey horse hunter island ivory jacket jewel juice kettle kitchen kite ladder lantern lemon letter linen "
+    "lizard locket lumber magnet mantle maple marble market meadow medal mirror monkey mountain museum needle nephew "
+    "nickel novel oak ocean olive onion orchard otter oven oyster paddle palace paper parrot pasture peach pebble "
+    "pencil pepper piano pigeon pillow pine pirate planet plum pocket poem pony poplar potato prairie prince puzzle "
+    "quarry quilt rabbit raven ribbon river robin rocket saddle sailor salmon shadow shelter signal silver spider "
+    "spoon statue stone summer sunset table tailor temple thunder tiger timber tower tractor trumpet tulip tunnel "
+    "turtle valley velvet violin wagon walnut weather wheel willow window"
+).split()
+
+Haystack = Literal["noise", "essay", "needles"]
+Kind = Literal["words", "numbers", "uuids"]
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """Which haystack, what keys and values are, how many of both are hidden, and how many keys are asked for."""
+
+    haystack: Haystack
+    key: Kind = "words"
+    value: Kind = "numbers"
+    keys: int = 1
+    values: int = 1
+    """How many every key has."""
+    queries: int = 1
+
+
+TASKS: dict[str, NeedleTask] = {
+    "niah_single_1": NeedleTask("noise"),
+    "niah_single_2": NeedleTask("essay"),
+    "niah_single_3": NeedleTask("essay", value="uuids"),
+    "niah_multikey_1": NeedleTask("essay", keys=4),
+    "niah_multikey_2": NeedleTask("needles"),
+    "niah_multikey_3": NeedleTask("needles", key="uuids", value="uuids"),
+    "niah_multivalue": NeedleTask("essay", values=4),
+    "niah_multiquery": NeedleTask("essay", keys=4, queries=4),
+}
+"""RULER's needle tasks by its names; the first three are S-NIAH-1, 2 and 3 (PK, N and W in the Titans paper)."""
+
+
+@dataclass(frozen=True)
+class NeedleSample:
+    """A question and its answers: `prompt` ends where the answer begins."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    depth: float
+    """Where the first needle that is asked for stands, from 0, the context's first character, to 1."""
+
+
+def make_sample(
+    task: NeedleTask, essay: Essay, count_tokens: Callable[[str], int], length: int, seed: int
+) -> NeedleSample:
+    """The sample with the longest context for which the prompt and `GENERATED` tokens are at most `length` tokens.
+
+    Raises:
+      ValueError: not even the needles fit.
+    """
+    chance = random.Random(seed)
+    keys = _distinct(chance, task.key, max(task.keys, task.queries))
+    values = [_distinct(chance, task.value, task.values) for _ in keys]
+    needles = [_needle(task, key, value) for key, own in zip(keys, values, strict=True) for value in own]
+    asked = chance.sample(range(len(keys)), task.queries)
+    first = needles[asked[0] * task.values]
+    chance.shuffle(needles)
+    places, lines = [chance.random() for _ in needles], _Lines(task, chance.getrandbits(64))
+    depths = sorted(chance.sample(DEPTHS, len(needles)))
+
+    def prompt(units: int) -> str:
+        if task.haystack == "essay":
+            context = _hide_in_essay(essay.first_sentences(units), needles, depths)
+        else:
+            context = _hide_in_lines(lines.first(units), needles, places)
+        return _ask(task, context, [keys[number] for number in asked])
+
+    def fits(units: int) -> bool:
+        return count_tokens(prompt(units)) + GENERATED <= length
+
+    if not fits(1):
+        raise ValueError(f"length is {length:,} tokens, too few for a question and {GENERATED} of an answer")
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    text = prompt(low)
+    answers = tuple(value for number in asked for value in values[number])
+    return NeedleSample(text, answers, text.index(first) / len(text))
+
+
+def score(answers: tuple[str, ...], prediction: str) -> float:
+    """RULER's string_match_all: the share of the answers that stand in the prediction, whatever the case."""
+    said = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).lower()
+    return sum(answer.lower() in said for answer in answers) / len(answers)
+
+
+class Essay:
+    """A text as RULER takes it: every run of white space one space, always read from its first word, and once more when
+    it ends. Raises ValueError for a text without words."""
+
+    def __init__(self, text: str):
+        self._words = text.split()
+        if not self._words:
+            raise ValueError("the text to hide needles in has no words; give another one")
+
+    def first_sentences(self, words: int) -> list[str]:
+        """The sentences of the first so many words."""
+        again = -(-words // len(self._words))
+        return split_sentences(" ".join((self._words * again)[:words]))
+
+
+def split_sentences(text: str) -> list[str]:
+    """Cut behind a full stop, question or exclamation mark, and a closing quote, before a capital, digit or quote."""
+    return re.split(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]])) (?=[\"'(\[A-Z0-9])", text)
+
+
+class _Lines:
+    """Lines of a haystack that are all alike, or needles for other keys; as many as are asked for, always the same."""
+
+    def __init__(self, task: NeedleTask, seed: int):
+        self._task, self._chance, self._made = task, random.Random(seed), []
+
+    def first(self, count: int) -> list[str]:
+        if self._task.haystack == "noise":
+            return [NOISE] * count
+        while len(self._made) < count:
+            (key,), (value,) = (_distinct(self._chance, kind, 1) for kind in (self._task.key, self._task.value))
+            self._made.append(_needle(self._task, key, value))
+        return self._made[:count]
+
+
+def _needle(task: NeedleTask, key: str, value: str) -> str:
+    return NEEDLE.format(kind=task.value, key=key, value=value)
+
+
+def _distinct(chance: random.Random, kind: Kind, count: int) -> list[str]:
+    """Different keys or values of a kind."""
+    draw = {
+        "words": lambda: f"{chance.choice(ADJECTIVES)}-{chance.choice(NOUNS)}",
+        "numbers": lambda: str(chance.randint(10**6, 10**7 - 1)),
+        "uuids": lambda: str(uuid.UUID(int=chance.getrandbits(128), version=4)),
+    }[kind]
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
+
+
+def _hide_in_lines(lines: list[str], needles: list[str], places: list[float]) -> str:
+    """Each needle a line of its own before one of the lines, never after the last; places are in [0, 1)."""
+    before: dict[int, list[str]] = {}
+    for needle, place in zip(needles, places, strict=True):
+        before.setdefault(int(place * len(lines)), []).append(needle)
+    return "\n".join(text for number, line in enumerate(lines) for text in (*before.get(number, ()), line))
+
+
+def _hide_in_essay(sentences: list[str], needles: list[str], depths: list[int]) -> str:
+    """Needles before the sentences at these percents of their number, 100 being behind the last."""
+    cuts = [0, *(int(len(sentences) * depth / 100) for depth in depths), len(sentences)]
+    pieces = [" ".join(sentences[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
+    woven = [text for pair in zip(pieces, [*needles, ""], strict=True) for text in pair]
+    return " ".join(text for text in woven if text)
+
+
+def _ask(task: NeedleTask, context: str, queries: list[str]) -> str:
+    """The question and the beginning of its answer; in the singular where one value is asked for, as RULER does it."""
+    template, kind = TEMPLATE + PREFIX, task.value
+    query = f"{', '.join(queries[:-1])}, and {queries[-1]}" if len(queries) > 1 else queries[0]
+    if task.queries * task.values == 1:
+        for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
+            template = template.replace(plural, singular)
+        kind = kind[:-1]
+    return template.format(kind=kind, context=context, query=query)
