@@ -411,6 +411,8 @@ def test_a_sequence_in_two_calls():
         (presets.memora(expansion=2, chunk_size=CHUNK, lag_token=True), {}),
         (presets.gated_deltanet(), {"log_value_retention": np.zeros((CHUNK, 16), np.float32)}),
         (presets.mesa(), {}),
+        (presets.titans(expansion=2, chunk_size=2), {}),
+        (presets.titans(expansion=2, chunk_size=7), {}),
     ],
     ids=[
         "channel-wise retention with momentum",
@@ -418,6 +420,8 @@ def test_a_sequence_in_two_calls():
         "lag token",
         "value channels, decay first",
         "least squares",
+        "a chunk of 2",
+        "a chunk of 7",
     ],
 )
 def test_rules_that_it_cannot_run_are_refused(rule, changed):

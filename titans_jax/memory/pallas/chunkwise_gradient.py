@@ -29,7 +29,8 @@ from titans_jax.ops.platform import LANES, SUBLANES
 
 class KernelChunkwiseGradient(KernelAlgorithm):
     """Rules with a retention and an algorithm that a kernel has the operations for, one slope for all reads of a chunk;
-    channels apart only without momentum, none that decays first."""
+    channels apart only without momentum, none that decays first; a chunk of one token, or that fills a register's
+    rows."""
 
     algorithm = ChunkwiseGradient
 
@@ -38,7 +39,8 @@ class KernelChunkwiseGradient(KernelAlgorithm):
         by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
         separates = not (by_channel and rule.algorithm.has_momentum)
         has = PALLAS.missing.isdisjoint(rule.retention.operations | rule.algorithm.operations)
-        return separates and has and rule.retention.one_slope and not rule.algorithm.decay_first
+        fills = rule.chunk_size == 1 or rule.chunk_size >= SUBLANES
+        return fills and separates and has and rule.retention.one_slope and not rule.algorithm.decay_first
 
     @property
     def block_tokens(self) -> int:
