@@ -33,10 +33,11 @@ def test_the_second_is_refused_and_the_first_goes_on(tmp_path):
         assert (tmp_path / "lock.json").is_file()
 
 
-@pytest.mark.parametrize("process, started", [(1 << 22, 1.0), (os.getpid(), 1.0), (None, None)])
+@pytest.mark.parametrize("process, started", [(1 << 22, 1.0), ("this one", 1.0), (None, None)])
 def test_a_lock_of_a_process_that_is_gone_is_taken_over(tmp_path, monkeypatch, process, started):
     """Its number may be another process' by now, which started at another time."""
     monkeypatch.setattr(lock, "SETTLE", 0.0)
+    process = os.getpid() if process == "this one" else process
     write(tmp_path, host=lock._host(), process=process, started=started, id="other")
     with RunLock(tmp_path, silent) as taken:
         assert json.loads((tmp_path / "lock.json").read_text())["process"] == os.getpid()
