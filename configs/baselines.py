@@ -9,7 +9,8 @@
     1b        18   2048  8 of 256     100B  190,735  v5e-32     1
 
 Backbone, data and training are those of the papers' own models (configs/titans.py, configs/miras.py), so that only the
-memory differs; every model of a size has as many parameters. Mamba (the first) and Samba, which is made of it, are not
+memory differs; every model of a size has as many parameters. TTT forgets towards its learned start, as all memories
+with one do here by default: `--model.memory.forget preset` is the published rule, which keeps everything. Mamba (the first) and Samba, which is made of it, are not
 here: its state decays by a number of every channel and place of the state, which is no retention gate of a matrix.
 """
 
@@ -39,15 +40,15 @@ configs = {
     "deltanet_760m": baseline("deltanet", "760m"),  # 758,085,504 parameters, 11.3 GiB
     "deltanet_1b": baseline("deltanet", "1b"),  # 1,300,297,872 parameters, 19.4 GiB
     # TTT-Linear
-    "ttt_linear_170m": baseline("ttt_linear", "170m"),  # 170,214,336 parameters, 2.5 GiB
-    "ttt_linear_340m": baseline("ttt_linear", "340m"),  # 340,264,320 parameters, 5.1 GiB
-    "ttt_linear_760m": baseline("ttt_linear", "760m"),  # 761,661,312 parameters, 11.3 GiB
-    "ttt_linear_1b": baseline("ttt_linear", "1b"),  # 1,302,694,032 parameters, 19.4 GiB
+    "ttt_linear_170m": baseline("ttt_linear", "170m"),  # 170,361,984 parameters, 2.5 GiB
+    "ttt_linear_340m": baseline("ttt_linear", "340m"),  # 340,657,920 parameters, 5.1 GiB
+    "ttt_linear_760m": baseline("ttt_linear", "760m"),  # 762,251,520 parameters, 11.4 GiB
+    "ttt_linear_1b": baseline("ttt_linear", "1b"),  # 1,302,989,088 parameters, 19.4 GiB
     # TTT-MLP
-    "ttt_mlp_170m": baseline("ttt_mlp", "170m"),  # 169,919,616 parameters, 2.5 GiB
-    "ttt_mlp_340m": baseline("ttt_mlp", "340m"),  # 337,512,192 parameters, 5.0 GiB
-    "ttt_mlp_760m": baseline("ttt_mlp", "760m"),  # 758,712,576 parameters, 11.3 GiB
-    "ttt_mlp_1b": baseline("ttt_mlp", "1b"),  # 1,298,270,496 parameters, 19.3 GiB
+    "ttt_mlp_170m": baseline("ttt_mlp", "170m"),  # 170,214,912 parameters, 2.5 GiB
+    "ttt_mlp_340m": baseline("ttt_mlp", "340m"),  # 338,299,392 parameters, 5.0 GiB
+    "ttt_mlp_760m": baseline("ttt_mlp", "760m"),  # 759,892,992 parameters, 11.3 GiB
+    "ttt_mlp_1b": baseline("ttt_mlp", "1b"),  # 1,298,860,608 parameters, 19.4 GiB
     # Gated DeltaNet
     "gated_deltanet_170m": baseline("gated_deltanet", "170m"),  # 169,910,784 parameters, 2.5 GiB
     "gated_deltanet_340m": baseline("gated_deltanet", "340m"),  # 339,061,248 parameters, 5.1 GiB

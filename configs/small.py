@@ -48,12 +48,12 @@ configs = {
     "hgrn2_small": small("hgrn2"),  # 1,909,504 parameters
     "deltanet_small": small("deltanet"),  # 1,910,536 parameters
     "longhorn_small": small("longhorn"),  # 1,910,536 parameters
-    "ttt_linear_small": small("ttt_linear"),  # 1,943,816 parameters
+    "ttt_linear_small": small("ttt_linear"),  # 1,945,872 parameters
     "gated_deltanet_small": small("gated_deltanet"),  # 1,912,608 parameters
     "rwkv7_small": small("rwkv7"),  # 1,959,680 parameters
     "delta_product_small": small("delta_product"),  # 2,180,904 parameters
     "mesa_small": small("mesa"),  # 1,913,104 parameters
-    "ttt_mlp_small": small("ttt_mlp"),  # 2,044,176 parameters
+    "ttt_mlp_small": small("ttt_mlp"),  # 2,048,288 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
 }

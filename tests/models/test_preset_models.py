@@ -74,12 +74,14 @@ def test_what_is_forgotten_can_be_said():
 
     assert sides(preset="yaad") == ("forget", "forget", "forget")
     assert sides(preset="yaad", channel_retention="none") == ("forget", None, None)
-    assert sides(preset="yaad", forget=False) == ("keep", None, None)
+    assert sides(preset="yaad", forget="never") == ("keep", None, None)
     assert sides(preset="titans", channel_retention="key") == ("forget", "forget", None)
-    assert sides(preset="ttt_mlp") == ("keep", None, None) and sides(preset="ttt_mlp", forget=True)[0] == "forget"
+    assert sides(preset="ttt_mlp") == ("forget", None, None) and sides(preset="gated_deltanet")[0] == "rate"
+    for kept in ({"forget": "preset"}, {"forget": "never"}, {"forget_to": "zero"}):
+        assert sides(preset="ttt_mlp", **kept) == ("keep", None, None)
     for name in ("hgrn2", "mamba2"):
-        with pytest.raises(ConfigError, match=f"forget is False .* the gates of {name} cannot be changed so"):
-            sides(preset=name, forget=False)
+        with pytest.raises(ConfigError, match=f"forget is never .* the gates of {name} cannot be changed so"):
+            sides(preset=name, forget="never")
 
 
 @pytest.mark.parametrize("field, name, near", [("bias", "hubert", "huber"), ("retention", "decai", "decay")])
@@ -118,7 +120,7 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
         {"preset": "yaad", "bias": "huber_norm", "retention": "lq"},
         {"preset": "memora", "retention": "lagged_kullback_leibler"},
         {"preset": "moneta", "retention": "f_divergence", "momentum": True},
-        {"preset": "moneta", "q": 3.0, "forget": False},
+        {"preset": "moneta", "q": 3.0, "forget": "never"},
         {"preset": "titans", "channel_retention": "key"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),

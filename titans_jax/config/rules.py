@@ -44,14 +44,16 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     """
     from titans_jax.memory.rule.gate_choices import OPEN_BIAS
 
-    gates, changed = _preset(config).gates, {}
+    gates, changed, to_start = _preset(config).gates, {}, memory_rule(config).forget_to_start
     if config.forget_bias is not None:
         changed["forget_bias"] = config.forget_bias
-    elif memory_rule(config).forget_to_start:
+    elif to_start:
         changed["forget_bias"] = OPEN_BIAS
-    if config.forget is not None:
-        if config.forget != (gates.retention != "keep" or gates.key is not None or gates.value is not None):
-            changed |= {"retention": "forget"} if config.forget else {"retention": "keep", "key": None, "value": None}
+    keeps = (gates.retention, gates.key, gates.value) == ("keep", None, None)
+    if keeps and (config.forget == "always" or (config.forget == "auto" and to_start)):
+        changed["retention"] = "forget"
+    elif not keeps and config.forget == "never":
+        changed |= {"retention": "keep", "key": None, "value": None}
     if config.channel_retention is not None:
         sides = {"none": (), "both": ("key", "value")}.get(config.channel_retention, (config.channel_retention,))
         changed |= {side: "forget" if side in sides else None for side in ("key", "value")}
@@ -60,7 +62,7 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     except ValueError as error:  # HGRN2's keys are made of what is kept, Mamba2's step is that of its retention
         raise ConfigError(
             f"model.memory.forget is {config.forget} and channel_retention {config.channel_retention}; the gates of "
-            f"{config.preset} cannot be changed so ({str(error).rstrip('.')}): leave them None"
+            f"{config.preset} cannot be changed so ({str(error).rstrip('.')}): use auto and None"
         ) from error
 
 

@@ -42,8 +42,9 @@ class MemoryConfig:
     """Retention gate by name, such as `elastic_net` or `alpha_divergence(alpha=0.3)`; None is the preset's own."""
     momentum: bool | None = None
     """Keep past surprise (eta of the paper), or take plain gradient steps; None is the preset's own."""
-    forget: bool | None = None
-    """Let tokens forget (alpha of the paper), or keep everything; None is the preset's own."""
+    forget: Literal["auto", "preset", "always", "never"] = "auto"
+    """Whether tokens forget (alpha of the paper). auto: as the preset does, and where forgetting leads to the learned
+    start always, without which TTT's loss rises beyond the training length; preset: TTT keeps everything."""
     channel_retention: Literal["none", "key", "value", "both"] | None = None
     """Which channels are forgotten one by one, beside what a head forgets: those of keys, of values, both or none; None
     is the preset's own."""
@@ -310,6 +311,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 
 BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
+    "model.memory.forget": "preset",
     "model.memory.forget_to": "zero",
     "model.memory.step_unit": "head_dim",
 }

@@ -60,7 +60,7 @@ def model_with(**fields: object) -> Change:
 VARIANTS: dict[str, Change] = {
     FULL: lambda model: model,
     "without momentum": memory_with(momentum=False),
-    "without forgetting": memory_with(forget=False),
+    "without forgetting": memory_with(forget="never"),
     "without convolution": model_with(conv_size=1),
     "without persistent tokens": model_with(num_persistent=0),
     "linear memory": memory_with(architecture="linear"),
