@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.training.tiny import tiny_config
 from titans_jax import sharding
 from titans_jax.config import ConfigError, ProfileConfig
-from titans_jax.training import goodput, loop, train
+from titans_jax.training import checksums, goodput, loop, train
 from titans_jax.training.loop import Trainer
 from titans_jax.training.metrics import read_metrics
 
@@ -108,7 +108,7 @@ def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):
 
 @pytest.mark.slow
 def test_a_checkpoint_without_goodput_resumes(tmp_path):
-    """As they were before it was kept."""
+    """As they were before it was kept, without checksums too."""
     config, console = tiny_config(sample_tokens=0), Console(file=io.StringIO())
     train(config, tmp_path, console)
     files = [file for file in (tmp_path / "checkpoints").glob("*/run/*") if "goodput" in file.read_text()]
@@ -116,6 +116,7 @@ def test_a_checkpoint_without_goodput_resumes(tmp_path):
         run = json.loads(file.read_text())
         del run["goodput"]
         file.write_text(json.dumps(run))
+        (file.parent.parent / checksums.NAME).unlink()
     assert files
     more = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=config.training.steps + 1))
     train(more, tmp_path, console)
