@@ -10,8 +10,9 @@
 
 Backbone, data and training are those of the papers' own models (configs/titans.py, configs/miras.py), so that only the
 memory differs; every model of a size has as many parameters. TTT forgets towards its learned start, as all memories
-with one do here by default: `--model.memory.forget preset` is the published rule, which keeps everything. Mamba (the first) and Samba, which is made of it, are not
-here: its state decays by a number of every channel and place of the state, which is no retention gate of a matrix.
+with one do here by default: `--model.memory.forget preset` is the published rule, which keeps everything. Mamba (the
+first) and Samba, which is made of it, are not here: its state decays by a number of every channel and place of the
+state, which is no retention gate of a matrix.
 """
 
 from titans_jax.config.papers import baseline
