@@ -125,15 +125,6 @@ def test_what_is_written_and_returned(tmp_path):
     assert (run.folder / "positions_fresh.csv").exists()
 
 
-def test_a_text_that_is_none_is_refused_in_a_sentence(tmp_path):
-    run = run_of(tmp_path, "lmm")
-    with pytest.raises(EvaluationError, match=r"text is '.*gone.txt', which cannot be read; give a text file"):
-        positions.read_stream(run, tmp_path / "gone.txt")
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(EvaluationError, match=r"which is not UTF-8"):
-        positions.read_stream(run, tmp_path / "bytes")
-
-
 @pytest.mark.slow
 def test_evaluate_with_the_memory_on_off_and_fresh(tmp_path, capsys):
     """From the command line: perplexity knows no fresh state, and a model without memory has none to turn off."""

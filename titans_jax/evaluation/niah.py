@@ -18,8 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from titans_jax import data
-from titans_jax.config import DataConfig
+from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.evaluation.needles import ADJECTIVES, GENERATED, NOUNS, TASKS, Essay, make_sample, score
 from titans_jax.inference import Generator, Sampling
@@ -101,14 +100,11 @@ def read_essay(run: Run, file: Path | None) -> Essay:
     Raises:
       EvaluationError: it cannot be read, or has no words.
     """
+    text = " ".join(read_documents(run, file))
     try:
-        if file is None:
-            return Essay(" ".join(data.open_documents(run.config.data, "validation")))
-        if ".jsonl" in file.name:
-            return Essay(" ".join(data.open_documents(DataConfig("jsonl", str(file), validation_every=0), "train")))
-        return Essay(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"text is {str(file)!r}, which cannot be used ({error}); give a text file") from error
+        return Essay(text)
+    except ValueError as error:
+        raise EvaluationError(f"text is {str(file)!r}, which cannot be used: {error}") from error
 
 
 def ask(run: Run, generator: Generator, essay: Essay, task: str, length: int, seed: int) -> Answer:

@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 
 from titans_jax import data
+from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.evaluation.perplexity import count_bytes
 from titans_jax.plots import figure, save_csv, save_json
@@ -78,23 +79,14 @@ def positions(run: "Run", options: EvaluationOptions) -> Numbers:
 
 
 def read_stream(run: "Run", file: Path | None) -> np.ndarray:
-    """The tokens of a text file as one document, or of the run's validation documents joined; int [tokens].
+    """The tokens of `read_documents`, one document after another; int [tokens].
 
     A token between documents begins the stream and ends it, as in training.
 
     Raises:
-      EvaluationError: there is no such file, or it is not UTF-8.
+      EvaluationError: as `read_documents`.
     """
-    if file is None:
-        documents = data.open_documents(run.config.data, "validation")
-    else:
-        try:
-            documents = [file.read_text(encoding="utf-8")]
-        except OSError as error:
-            raise EvaluationError(f"text is {str(file)!r}, which cannot be read; give a text file") from error
-        except UnicodeDecodeError as error:
-            raise EvaluationError(f"text is {str(file)!r}, which is not UTF-8; give a text file that is") from error
-    return data.tokenize(documents, run.tokenizer, show_progress=False).tokens
+    return data.tokenize(read_documents(run, file), run.tokenizer, show_progress=False).tokens
 
 
 def long_rows(stream: np.ndarray, length: int, window: int) -> np.ndarray:

@@ -1,0 +1,32 @@
+"""The documents that a task reads: a file that the user names, or the held-out documents of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titans_jax import data
+from titans_jax.config import DataConfig
+from titans_jax.evaluation.evaluators import EvaluationError
+
+if TYPE_CHECKING:
+    from titans_jax.training import Run
+
+
+def read_documents(run: Run, file: Path | None) -> list[str]:
+    """The texts of a JSONL file, a text file or a folder of these, packed (.xz, .gz) or not; None is the run's
+    validation documents.
+
+    The text of a JSONL record is its field `text`, or what the run's `data.text_field` calls it.
+
+    Raises:
+      EvaluationError: there is no such file, it is not UTF-8, or a record has no such field.
+    """
+    if file is None:
+        return list(data.open_documents(run.config.data, "validation"))
+    records = ".jsonl" in file.suffixes or (file.is_dir() and any(file.rglob("*.jsonl*")))
+    config = DataConfig("jsonl" if records else "text", str(file), text_field=run.config.data.text_field)
+    try:
+        return list(data.SOURCES[config.source](config, "train"))
+    except (data.DataError, OSError) as error:
+        raise EvaluationError(f"text is {str(file)!r}, which cannot be used: {error}") from error
