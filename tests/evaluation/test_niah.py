@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import dataclasses
 import json
 import re
 
@@ -10,8 +11,10 @@ import pytest
 from tests.evaluation.test_positions import run_of
 from titans_jax import cli
 from titans_jax.evaluation import EvaluationError, EvaluationOptions, niah
-from titans_jax.evaluation.needles import NOISE, TASKS, Essay, make_sample, score, split_sentences
+from titans_jax.evaluation.needles import NOISE, Essay, split_sentences
+from titans_jax.evaluation.ruler_tasks import TASKS, make_sample, score
 
+NEEDLES = list(TASKS)[:8]
 ESSAY = Essay("The sea was calm. Nobody spoke for an hour! Was it over? It was, at 3.5 knots. " * 20)
 
 
@@ -48,7 +51,7 @@ def test_several_needles_are_asked_for_in_the_plural():
     assert found.prompt.endswith("and " + asked[-1] + " mentioned in the provided text are")
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NEEDLES)
 @pytest.mark.parametrize("length", [2500, 6001])
 def test_a_text_is_as_long_as_fits_with_128_tokens_of_answer(task, length):
     """A further unit of the haystack, a line or a word of at most 130 characters, would not."""
@@ -56,7 +59,7 @@ def test_a_text_is_as_long_as_fits_with_128_tokens_of_answer(task, length):
     assert length - 130 < len(prompt) + 128 <= length
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", NEEDLES)
 def test_every_answer_stands_once_in_the_text_and_another_seed_is_another_question(task):
     counts = {"niah_multivalue": 4, "niah_multiquery": 4}
     found = sample(task)
@@ -97,21 +100,28 @@ def run(tmp_path_factory):
     return run_of(tmp_path_factory.mktemp("run"), "lmm", num_persistent=0)
 
 
+def short_answers(monkeypatch, names):
+    """The tasks with these names, with answers of two tokens."""
+    chosen = {name: dataclasses.replace(TASKS[name], generated=2) for name in names}
+    monkeypatch.setattr(niah, "TASKS", chosen)
+
+
 def test_a_model_that_knows_nothing_finds_nothing_and_all_is_written(run, monkeypatch, tmp_path):
     text = tmp_path / "essay.txt"
     text.write_text("The sea was calm. Nobody spoke. " * 200)
-    monkeypatch.setattr(niah, "GENERATED", 2)
+    short_answers(monkeypatch, NEEDLES[:3])
     numbers = niah.niah(run, EvaluationOptions(length=1024, samples=2, text=text))
-    assert numbers == {name: [{"length": 1024, "samples": 2, "accuracy": 0.0}] for name in list(TASKS)[:3]}
+    assert numbers == {name: [{"length": 1024, "samples": 2, "accuracy": 0.0}] for name in NEEDLES[:3]}
     saved = json.loads((run.folder / "niah.json").read_text())
     assert saved["essays"] == str(text) and saved["trained_on_rows_of"] == run.config.data.sequence_length
     assert len(saved["answers"]) == 6 and (run.folder / "niah.png").stat().st_size > 10_000
     with (run.folder / "niah.csv").open() as file:
-        assert [row["task"] for row in csv.DictReader(file)] == list(TASKS)[:3]
+        assert [row["task"] for row in csv.DictReader(file)] == NEEDLES[:3]
 
 
-def test_a_model_that_says_the_answer_finds_all(run, monkeypatch):
-    """ruler takes the mean over its tasks."""
+@pytest.fixture
+def all_knowing(monkeypatch):
+    """A model that says every answer."""
     answers = {}
 
     def made(*inputs):
@@ -120,9 +130,39 @@ def test_a_model_that_says_the_answer_finds_all(run, monkeypatch):
         return found
 
     monkeypatch.setattr(niah, "make_sample", made)
-    monkeypatch.setattr(niah.Generator, "stream", lambda self, params, prompt, count: [answers[prompt]])
+    said = lambda self, params, prompts, count: [answers[prompt] for prompt in prompts]  # noqa: E731
+    monkeypatch.setattr(niah.Generator, "complete", said)
+    return answers
+
+
+def test_a_model_that_says_the_answer_finds_all(run, all_knowing):
+    """ruler takes the mean over its tasks whose questions fit: in bytes, three do not fit 1,024 and one not 2,048."""
     numbers = niah.ruler(run, EvaluationOptions(length=2500, samples=1))
-    assert numbers["mean"] == [{"length": each, "samples": 1, "accuracy": 100.0} for each in (1024, 2048)]
+    assert [(row["length"], row["accuracy"]) for row in numbers["mean"]] == [(1024, 100.0), (2048, 100.0)]
+    counts = {row["length"]: row["tasks"] for row in numbers["mean"]}
+    for length, count in counts.items():
+        assert count == sum(length in [row["length"] for row in numbers.get(name, [])] for name in TASKS)
+    left_out = json.loads((run.folder / "ruler.json").read_text())["left_out"]
+    assert counts[1024] < 11 and len(left_out) == 22 - sum(counts.values())
+    assert any(
+        sentence.startswith("vt: length is 1,024 tokens, too few for a question and 30") for sentence in left_out
+    )
+
+
+def test_what_was_answered_before_logits_were_not_finite_is_kept(run, all_knowing, monkeypatch):
+    known = niah.Generator.complete
+
+    def fails_late(self, params, prompts, count):
+        if count == TASKS["fwe"].generated:
+            raise niah.NotFiniteLogits("logits are not finite")
+        return known(self, params, prompts, count)
+
+    monkeypatch.setattr(niah.Generator, "complete", fails_late)
+    monkeypatch.setattr(niah, "TASKS", {name: TASKS[name] for name in ("niah_single_1", "fwe")})
+    with pytest.raises(EvaluationError, match="logits are not finite; the 1 answers before are in ruler.json"):
+        niah.ruler(run, EvaluationOptions(length=1024, samples=1))
+    (answer,) = json.loads((run.folder / "ruler.json").read_text())["answers"]
+    assert answer["task"] == "niah_single_1" and answer["accuracy"] == 1
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 The strings and counts are RULER's (scripts/data/synthetic/niah.py). Three things are not, and numbers printed beside
 published ones must say so: keys are pairs of the words below, not of the package wonderwords; the essays are a text
-that the caller gives; and sentences of it end where `split_sentences` says, not where nltk's Punkt does. The haystack
-of every sample is as long as fits, where versions of RULER before June 2025 fell short of the length by up to 500
-words.
+that the caller gives; and sentences of it end where `split_sentences` says, not where nltk's Punkt does.
 """
 
 from __future__ import annotations
@@ -15,9 +13,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
-
-GENERATED = 128
-"""Tokens of an answer, which a length includes."""
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 TEMPLATE = (
@@ -61,6 +56,19 @@ Kind = Literal["words", "numbers", "uuids"]
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A question whose text has no length yet."""
+
+    prompt: Callable[[int], str]
+    """The prompt, up to where the answer begins, with so many units of text: more of them are more tokens."""
+    answers: tuple[str, ...]
+    least: int = 1
+    """The fewest units."""
+    mark: str | None = None
+    """What stands in the prompt where the depth of the question is, if it has one."""
+
+
+@dataclass(frozen=True)
 class NeedleTask:
     """Which haystack, what keys and values are, how many of both are hidden, and how many keys are asked for."""
 
@@ -71,76 +79,28 @@ class NeedleTask:
     values: int = 1
     """How many every key has."""
     queries: int = 1
+    generated: int = 128
+    """Tokens of an answer, which a length includes."""
 
+    def draft(self, chance: random.Random, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
+        """A question on the words of an essay, or on lines: units are words or lines; see `RulerTask.draft`."""
+        keys = distinct(chance, self.key, max(self.keys, self.queries))
+        values = [distinct(chance, self.value, self.values) for _ in keys]
+        needles = [_needle(self, key, value) for key, own in zip(keys, values, strict=True) for value in own]
+        asked = chance.sample(range(len(keys)), self.queries)
+        first = needles[asked[0] * self.values]
+        chance.shuffle(needles)
+        places, lines = [chance.random() for _ in needles], _Lines(self, chance.getrandbits(64))
+        depths = sorted(chance.sample(DEPTHS, len(needles)))
 
-TASKS: dict[str, NeedleTask] = {
-    "niah_single_1": NeedleTask("noise"),
-    "niah_single_2": NeedleTask("essay"),
-    "niah_single_3": NeedleTask("essay", value="uuids"),
-    "niah_multikey_1": NeedleTask("essay", keys=4),
-    "niah_multikey_2": NeedleTask("needles"),
-    "niah_multikey_3": NeedleTask("needles", key="uuids", value="uuids"),
-    "niah_multivalue": NeedleTask("essay", values=4),
-    "niah_multiquery": NeedleTask("essay", keys=4, queries=4),
-}
-"""RULER's needle tasks by its names; the first three are S-NIAH-1, 2 and 3 (PK, N and W in the Titans paper)."""
+        def prompt(units: int) -> str:
+            if self.haystack == "essay":
+                context = _hide_in_essay(essay.first_sentences(units), needles, depths)
+            else:
+                context = _hide_in_lines(lines.first(units), needles, places)
+            return _ask(self, context, [keys[number] for number in asked])
 
-
-@dataclass(frozen=True)
-class NeedleSample:
-    """A question and its answers: `prompt` ends where the answer begins."""
-
-    prompt: str
-    answers: tuple[str, ...]
-    depth: float
-    """Where the first needle that is asked for stands, from 0, the context's first character, to 1."""
-
-
-def make_sample(
-    task: NeedleTask, essay: Essay, count_tokens: Callable[[str], int], length: int, seed: int
-) -> NeedleSample:
-    """The sample with the longest context for which the prompt and `GENERATED` tokens are at most `length` tokens.
-
-    Raises:
-      ValueError: not even the needles fit.
-    """
-    chance = random.Random(seed)
-    keys = _distinct(chance, task.key, max(task.keys, task.queries))
-    values = [_distinct(chance, task.value, task.values) for _ in keys]
-    needles = [_needle(task, key, value) for key, own in zip(keys, values, strict=True) for value in own]
-    asked = chance.sample(range(len(keys)), task.queries)
-    first = needles[asked[0] * task.values]
-    chance.shuffle(needles)
-    places, lines = [chance.random() for _ in needles], _Lines(task, chance.getrandbits(64))
-    depths = sorted(chance.sample(DEPTHS, len(needles)))
-
-    def prompt(units: int) -> str:
-        if task.haystack == "essay":
-            context = _hide_in_essay(essay.first_sentences(units), needles, depths)
-        else:
-            context = _hide_in_lines(lines.first(units), needles, places)
-        return _ask(task, context, [keys[number] for number in asked])
-
-    def fits(units: int) -> bool:
-        return count_tokens(prompt(units)) + GENERATED <= length
-
-    if not fits(1):
-        raise ValueError(f"length is {length:,} tokens, too few for a question and {GENERATED} of an answer")
-    low, high = 1, 2
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    text = prompt(low)
-    answers = tuple(value for number in asked for value in values[number])
-    return NeedleSample(text, answers, text.index(first) / len(text))
-
-
-def score(answers: tuple[str, ...], prediction: str) -> float:
-    """RULER's string_match_all: the share of the answers that stand in the prediction, whatever the case."""
-    said = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).lower()
-    return sum(answer.lower() in said for answer in answers) / len(answers)
+        return Draft(prompt, tuple(value for number in asked for value in values[number]), mark=first)
 
 
 class Essay:
@@ -173,7 +133,7 @@ class _Lines:
         if self._task.haystack == "noise":
             return [NOISE] * count
         while len(self._made) < count:
-            (key,), (value,) = (_distinct(self._chance, kind, 1) for kind in (self._task.key, self._task.value))
+            (key,), (value,) = (distinct(self._chance, kind, 1) for kind in (self._task.key, self._task.value))
             self._made.append(_needle(self._task, key, value))
         return self._made[:count]
 
@@ -182,7 +142,7 @@ def _needle(task: NeedleTask, key: str, value: str) -> str:
     return NEEDLE.format(kind=task.value, key=key, value=value)
 
 
-def _distinct(chance: random.Random, kind: Kind, count: int) -> list[str]:
+def distinct(chance: random.Random, kind: Kind, count: int) -> list[str]:
     """Different keys or values of a kind."""
     draw = {
         "words": lambda: f"{chance.choice(ADJECTIVES)}-{chance.choice(NOUNS)}",

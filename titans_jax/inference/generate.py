@@ -4,20 +4,30 @@ The state is explicit: `model.init_state(...)` makes it, both functions take it 
 not depend on how much has been read, so one compiled step serves any context length.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from titans_jax.data.tokenizers import Tokenizer
+from titans_jax.errors import TitansError
+from titans_jax.inference.rows import RowStates
 from titans_jax.inference.sampling import Sampling, sample
 
 PIECES = (256, 16)
 """Prompt lengths that are compiled; what is left is read token by token. `extend` is exact at any split."""
 
 CACHE_MULTIPLE = 512
+NOT_FINITE = -1
+"""In place of a token, where logits are infinite or no numbers."""
+CAUSE = "a learning rate that was too high, or a text too long for an unstable memory, makes them so"
+
+
+class NotFiniteLogits(TitansError, ValueError):
+    """A model whose logits are infinite or no numbers."""
 
 
 def prefill(model: nnx.Module, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
@@ -41,7 +51,7 @@ def decode_step(model: nnx.Module, token: jax.Array, state: Any) -> tuple[jax.Ar
 
 
 class Generator:
-    """Continues a prompt with a model given as (graphdef, params), so that one compilation serves changing parameters.
+    """Continues prompts with a model given as (graphdef, params), so that one compilation serves changing parameters.
 
     Args:
       graphdef: the structure of a titans_jax.models.LanguageModel.
@@ -51,42 +61,110 @@ class Generator:
 
     def __init__(self, graphdef: nnx.GraphDef, tokenizer: Tokenizer, sampling: Sampling | None = None) -> None:
         self._graphdef, self._tokenizer = graphdef, tokenizer
-        self._sampling = sampling or Sampling()
-        self._init_state = jax.jit(lambda params, n: nnx.merge(graphdef, params).init_state(1, n), static_argnums=1)
-        self._read = jax.jit(self._read_piece)
-        self._step = jax.jit(self._read_and_sample)
+        self._sampling, self._states = sampling or Sampling(), RowStates(graphdef)
+        self._read, self._step = jax.jit(self._read_piece), jax.jit(self._read_and_sample)
+        self._separate = jax.jit(self._states.separate)
 
     def stream(self, params: Any, prompt: str, max_tokens: int, seed: int = 0) -> Iterator[str]:
-        """Yield the text of the continuation as it becomes known, until the document ends or after `max_tokens`."""
+        """Yield the text of the continuation as it becomes known, until the document ends or after `max_tokens`.
+
+        Raises:
+          NotFiniteLogits: the model says nothing of the next token.
+        """
         return stream_text(self.tokens(params, prompt, max_tokens, seed), self._tokenizer)
 
     def tokens(self, params: Any, prompt: str, max_tokens: int, seed: int = 0) -> Iterator[int]:
-        """Yield the token ids of the continuation, without the end of document."""
-        # Documents are trained with the token between documents in front, so an empty prompt is a prompt too.
-        ids = np.concatenate([[self._tokenizer.bos_id], self._tokenizer.encode(prompt)]).astype(np.int32)
-        # Only full attention asks for the length; rounded, so that prompts of similar length share a compilation.
-        length = -(-(len(ids) + max_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
-        state = self._init_state(params, length)
-        *pieces, rest = split_prompt(ids)
-        for piece in pieces:
-            state = self._read(params, piece[None], state)
-        key = jax.random.key(seed)
-        for token in rest:
-            token, state = self._step(params, token[None], state, key)
-        for i in range(max_tokens):
-            if int(token[0]) == self._tokenizer.eos_id:
+        """Yield the token ids of the continuation, without the end of document; raises as `stream`."""
+        for ((_, token),) in self._side_by_side(params, [prompt], max_tokens, seed):
+            if token == self._tokenizer.eos_id:
                 return
-            yield int(token[0])
-            if i + 1 < max_tokens:
-                token, state = self._step(params, token, state, jax.random.fold_in(key, i + 1))
+            yield token
+
+    def complete(
+        self,
+        params: Any,
+        prompts: Sequence[str],
+        max_tokens: int,
+        until: Sequence[str] = (),
+        seed: int = 0,
+    ) -> list[str]:
+        """The continuations of several prompts, read side by side: each has the tokens that it would have alone.
+
+        A continuation ends with the document, before the first of the texts `until`, or after `max_tokens`. Prompts of
+        like lengths are read fastest.
+
+        Raises:
+          NotFiniteLogits: as `stream`.
+        """
+        said: list[list[int]] = [[] for _ in prompts]
+        going = set(range(len(prompts)))
+        for step in self._side_by_side(params, prompts, max_tokens, seed):
+            for row, token in step:
+                if row in going and token != self._tokenizer.eos_id:
+                    said[row].append(token)
+                    if not (until and any(text in self._tokenizer.decode(said[row]) for text in until)):
+                        continue
+                going.discard(row)
+            if not going:
+                break
+        return [cut_before(self._tokenizer.decode(row), until) for row in said]
+
+    def encode(self, prompt: str) -> np.ndarray:
+        """A prompt as it is read, int32 [tokens]."""
+        # Documents are trained with the token between documents in front, so an empty prompt is a prompt too.
+        return np.concatenate([[self._tokenizer.bos_id], self._tokenizer.encode(prompt)]).astype(np.int32)
+
+    def _side_by_side(
+        self, params: Any, prompts: Sequence[str], max_tokens: int, seed: int
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Yield rows with the next tokens of their continuations, `max_tokens` for each row in the end.
+
+        What all prompts have room for is read in pieces. Behind it each row goes on by its own prompt and then by what
+        it says, token by token: a long one still reads while a short one speaks already.
+        """
+        ids = [self.encode(prompt) for prompt in prompts]
+        ends, out = np.array([len(row) for row in ids]), np.zeros(len(ids), np.int32)
+        # Only full attention asks for the length; rounded, so that prompts of similar length share a compilation.
+        length = -(-(max(ends) + max_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+        state, read = self._states.empty(params, len(ids), int(length)), 0
+        *pieces, _ = split_prompt(np.arange(min(ends)))
+        for piece in pieces:
+            state, read = self._read(params, np.stack([row[piece] for row in ids]), state), read + len(piece)
+        state, key = self._separate(params, state), jax.random.key(seed)
+        for place in range(read, max(ends) + max_tokens - 1):
+            fed = [row[place] if place < len(row) else said for row, said in zip(ids, out, strict=True)]
+            number = place + 1 - ends  # of the token that follows, in the row's continuation
+            following, state = self._step(params, np.array(fed, np.int32), state, key, np.maximum(number, 0))
+            out = np.asarray(following)
+            speaking = (number >= 0) & (number < max_tokens)
+            if (out[speaking] == NOT_FINITE).any():
+                raise NotFiniteLogits(f"the model's logits after {place + 1:,} tokens are not finite; {CAUSE}")
+            if speaking.any():
+                yield [(int(row), int(out[row])) for row in np.flatnonzero(speaking)]
 
     def _read_piece(self, params: Any, tokens: jax.Array, state: Any) -> Any:
         return prefill(nnx.merge(self._graphdef, params), tokens, state)[1]
 
-    def _read_and_sample(self, params: Any, token: jax.Array, state: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-        """Read a token [1]; the token drawn after it [1], and the next state."""
-        logits, state = decode_step(nnx.merge(self._graphdef, params), token, state)
-        return sample(logits, key, self._sampling, self._tokenizer.vocab_size), state
+    def _read_and_sample(
+        self, params: Any, tokens: jax.Array, state: Any, key: jax.Array, number: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Read a token a row [rows], of a separate state; the tokens drawn after them [rows], and the next state.
+
+        number: int32 [rows], which draw of a row's this is, so that it does not depend on other rows.
+        """
+        model = nnx.merge(self._graphdef, params)
+
+        def one_row(token: jax.Array, state: Any, number: jax.Array) -> tuple[jax.Array, Any]:
+            logits, state = decode_step(model, token[None], state)
+            drawn = sample(logits, jax.random.fold_in(key, number), self._sampling, self._tokenizer.vocab_size)[0]
+            return jnp.where(jnp.all(jnp.isfinite(logits)), drawn, NOT_FINITE), state
+
+        return jax.vmap(one_row)(tokens, state, number)
+
+
+def cut_before(text: str, until: Sequence[str]) -> str:
+    """What stands before the first of these texts that stands in `text`; all of it where none does."""
+    return text[: min((place for place in map(text.find, until) if place >= 0), default=len(text))]
 
 
 def split_prompt(ids: np.ndarray) -> Iterator[np.ndarray]:

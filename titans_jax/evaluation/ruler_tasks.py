@@ -1,0 +1,91 @@
+"""The tasks of RULER (arXiv 2404.06654) by name, samples of them at a length, and their score.
+
+Eleven of its thirteen; qa_1 and qa_2 read SQuAD and HotpotQA. Strings, counts and scores are RULER's; the modules of
+the tasks say what is not. The text of every sample is as long as fits, where versions of RULER before June 2025 fell
+short of the length by up to 500 words.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from titans_jax.evaluation.counting import CommonWords, FrequentWords, VariableTracking
+from titans_jax.evaluation.needles import Draft, Essay, NeedleTask
+
+
+class RulerTask(Protocol):
+    """A kind of question."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens of an answer, which a length includes."""
+
+    def draft(self, chance: random.Random, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
+        """A question that `chance` decides, for texts of `length` tokens, which are still to be filled.
+
+        essay: the text to hide something in, of tasks that do; count_tokens: of a text, for a model's tokenizer.
+        """
+
+
+TASKS: dict[str, RulerTask] = {
+    "niah_single_1": NeedleTask("noise"),
+    "niah_single_2": NeedleTask("essay"),
+    "niah_single_3": NeedleTask("essay", value="uuids"),
+    "niah_multikey_1": NeedleTask("essay", keys=4),
+    "niah_multikey_2": NeedleTask("needles"),
+    "niah_multikey_3": NeedleTask("needles", key="uuids", value="uuids"),
+    "niah_multivalue": NeedleTask("essay", values=4),
+    "niah_multiquery": NeedleTask("essay", keys=4, queries=4),
+    "vt": VariableTracking(),
+    "cwe": CommonWords(),
+    "fwe": FrequentWords(),
+}
+"""RULER's tasks by its names; the first three are S-NIAH-1, 2 and 3 (PK, N and W in the Titans paper)."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question and its answers: `prompt` ends where the answer begins."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    depth: float | None
+    """Where the first needle that is asked for stands, from 0, the prompt's first character, to 1; None without one."""
+
+
+def make_sample(task: RulerTask, essay: Essay, count_tokens: Callable[[str], int], length: int, seed: int) -> Sample:
+    """The sample with the longest text for which the prompt and `task.generated` tokens are at most `length` tokens.
+
+    Raises:
+      ValueError: not even the shortest text fits.
+    """
+    draft = task.draft(random.Random(seed), essay, count_tokens, length)
+    text = draft.prompt(most_units(draft, count_tokens, length - task.generated))
+    if count_tokens(text) + task.generated > length:
+        raise ValueError(f"length is {length:,} tokens, too few for a question and {task.generated} of an answer")
+    return Sample(text, draft.answers, None if draft.mark is None else text.index(draft.mark) / len(text))
+
+
+def most_units(draft: Draft, count_tokens: Callable[[str], int], room: int) -> int:
+    """The most units, by bisection, with which a prompt has at most `room` tokens; its fewest where none has."""
+
+    def fits(units: int) -> bool:
+        return count_tokens(draft.prompt(units)) <= room
+
+    low, high = draft.least, 2 * draft.least
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def score(answers: tuple[str, ...], prediction: str) -> float:
+    """RULER's string_match_all: the share of the answers that stand in the prediction, whatever the case."""
+    said = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).lower()
+    return sum(answer.lower() in said for answer in answers) / len(answers)

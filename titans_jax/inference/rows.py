@@ -1,0 +1,61 @@
+"""Rows of unequal length side by side: a state whose rows are each at a place of their own, or are copies of others.
+
+A model's state counts once for all rows how much has been read. `separate` gives every row a count of its own; such a
+state is read by a `jax.vmap` over rows of one, and by `decode_step` alone: long texts are read before, together.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class RowStates:
+    """States of the models of one structure, whatever their blocks: nothing is known of a state but its arrays.
+
+    Args:
+      graphdef: the structure of a titans_jax.models.LanguageModel.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef) -> None:
+        self._graphdef = graphdef
+        self._axes: list[int | None] | None = None
+        self.empty = jax.jit(self._empty, static_argnums=(1, 2))
+        """(params, rows, length) -> the state of so many rows, with room for `length` tokens, before the first."""
+
+    def separate(self, params: Any, state: Any) -> Any:
+        """Every row as a state of one row with a count of its own: all leaves [rows, ...]. For use inside a jit."""
+        axes, leaves = self._batch_axes(params), jax.tree.leaves(state)
+        rows = next(leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None)
+
+        def apart(leaf: jax.Array, axis: int | None) -> jax.Array:
+            if axis is None:
+                return jnp.broadcast_to(leaf, (rows, *leaf.shape))
+            return jnp.expand_dims(jnp.moveaxis(leaf, axis, 0), axis + 1)
+
+        parts = [apart(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(state), parts)
+
+    def copy(self, params: Any, state: Any, rows: jax.Array) -> Any:
+        """The state whose row i is row rows[i], int [any], of `state`. For use inside a jit."""
+        parts = [
+            leaf if axis is None else jnp.take(leaf, rows, axis=axis)
+            for leaf, axis in zip(jax.tree.leaves(state), self._batch_axes(params), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(state), parts)
+
+    def _empty(self, params: Any, rows: int, length: int) -> Any:
+        return nnx.merge(self._graphdef, params).init_state(rows, length)
+
+    def _batch_axes(self, params: Any) -> list[int | None]:
+        """The axis of every leaf of a state that counts rows, None where it has none."""
+        if self._axes is None:
+            two, three = (
+                jax.tree.leaves(jax.eval_shape(lambda params, n=n: self._empty(params, n, 8), params)) for n in (2, 3)
+            )
+            self._axes = [
+                next((axis for axis, size in enumerate(one.shape) if size != other.shape[axis]), None)
+                for one, other in zip(two, three, strict=True)
+            ]
+        return self._axes
