@@ -35,7 +35,7 @@ FREQUENT = (
 )
 EXAMPLE_TOKENS = 500
 LETTERS = 5
-"""Of a variable's name; 3 in the example."""
+"""A variable's name has so many; in the example it has 3."""
 SHORT = 4096
 """Texts of fewer tokens repeat the words of cwe less."""
 
