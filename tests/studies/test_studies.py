@@ -9,12 +9,12 @@ import pytest
 from tiny_studies import LANGUAGE, RECALL
 
 from titans_jax import cli
-from titans_jax.config import memory_rule
+from titans_jax.config import MemoryConfig, memory_rule
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import STUDIES, run
 from titans_jax.studies.ablation import VARIANTS, AblationOptions, AblationStudy
 from titans_jax.studies.length import LengthOptions, LengthStudy
-from titans_jax.studies.models import bounded
+from titans_jax.studies.models import bounded, small_model
 from titans_jax.studies.step_size import StepSizeOptions, StepSizeStudy
 from titans_jax.training.run import init_model
 
@@ -52,6 +52,7 @@ def test_ablation_end_to_end(tmp_path):
     assert full["bits_per_byte_lost"]["mean"] == full["accuracy_lost"]["mean"] == 0
     lost = without["bits_per_byte"]["mean"] - full["bits_per_byte"]["mean"]
     assert without["bits_per_byte_lost"]["mean"] == pytest.approx(lost) and lost != 0
+    assert full["memory_gain"]["mean"] != without["memory_gain"]["mean"]
     assert without["accuracy_lost"]["mean"] == pytest.approx(full["accuracy"]["mean"] - without["accuracy"]["mean"])
 
 
@@ -145,3 +146,16 @@ def test_a_mistake_ends_in_one_sentence(capsys, monkeypatch, tmp_path, arguments
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_memory_gain_is_what_never_writing_costs():
+    """A memory whose writes are nearly nothing has no gain; a model without memory has no such number."""
+
+    task = dataclasses.replace(LANGUAGE, positions=0)
+
+    def numbers(preset, **memory):
+        model = small_model(preset, "lmm", dim=8, depth=1, head_dim=4, memory=MemoryConfig(chunk_size=8, **memory))
+        return task.measure(*init_model(task.fit_to(model), 0))
+
+    assert abs(numbers("titans", max_step_size=1e-20)["memory_gain"]) < 1e-6 < abs(numbers("titans")["memory_gain"])
+    assert "memory_gain" not in numbers("attention")

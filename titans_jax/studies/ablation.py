@@ -110,6 +110,7 @@ class AblationStudy(Study):
         """See `Study`."""
         columns = [
             Column("bits_per_byte", "bits per byte"), Column("bits_per_byte_lost", "lost"),
+            Column("memory_gain", "memory gain"),
             Column("accuracy", "recall"), Column("accuracy_lost", "lost"),
         ]  # fmt: skip
         far = [Column("last_over_best", f"loss at {options.language.positions:,} over best")]

@@ -81,14 +81,15 @@ class LengthStudy(Study):
     def columns(self, options: LengthOptions) -> list[Column]:
         """See `Study`."""
         return [
-            Column("bits_per_byte", "bits per byte"), Column("last_over_best", "last over best"),
-            Column("last_over_fresh", "last over emptied"),
+            Column("bits_per_byte", "bits per byte"), Column("memory_gain", "memory gain"),
+            Column("last_over_best", "last over best"), Column("last_over_fresh", "last over emptied"),
         ]  # fmt: skip
 
     def notes(self, options: LengthOptions) -> str:
         """See `Study`."""
         rows, last = options.language.sequence_length, options.language.positions
         return (
+            "memory gain: bits per byte lost where nothing is written; "
             f"trained on rows of {rows:,}, read to {last:,}: the carried loss of the last bucket of positions over "
             f"that of the best, and over the loss with the state emptied every {rows:,}"
         )
