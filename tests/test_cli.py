@@ -53,7 +53,7 @@ def test_overrides_are_typed(file):
         ("--model.dtype half", "model.dtype is 'half'; use bfloat16, float32 or float64"),
         ("--model.pattern mac mok", "model.pattern is ('mac', 'mok'); use one or more of lmm, mac"),
         ("--model.pattern", "model.pattern is empty; name at least one block"),
-        ("--data.source csv", "data.source='csv' is unknown: use 'python', 'text', 'jsonl' or 'tfds'"),
+        ("--data.source csv", "data.source='csv' is unknown: use 'python', 'text', 'jsonl', 'tfds', "),
         ("--data.source text --data.path None", "data.path is missing: data.source='text' reads the file or folder"),
         ("--data.packing tight", "data.packing is 'tight'; use documents or stream"),
         ("--training.steps 2 --model.dim=32 --data.batch_size 2 3", "data.batch_size is '2 3'; use a whole number"),

@@ -18,6 +18,7 @@ USAGE = """usage: titans COMMAND ...
   evaluate RUN [TASK ...] [--json]   measure a trained model: perplexity on held-out text, or the tasks named
   compile CONFIG [--topology ...]    does it fit a TPU slice, and what does a step cost there; needs no TPU
   data CONFIG [--field value ...]    what a configuration's data holds, and one row of it
+  data prepare CONFIG --output DIR   tokenize it once, into rows on disk that every start and process reads from
   models                             every memory rule by name: Table 1 of Miras, from the code
   configs [CONFIG ...]               the configurations that come with the package; or all fields of one, as JSON
   bench memory | train [...]         speed and memory of the memory core, and of a training step

@@ -137,9 +137,13 @@ class DataConfig:
 
     source: str = "python"
     """`python`: the running Python's standard library (no download). `text`: a folder of text files. `jsonl`: a .jsonl
-    file or folder (.gz, .xz too). `tfds`: a prepared TFDS/ArrayRecord folder. Or a registered one."""
+    file or folder (.gz, .xz too). `tfds`: a prepared TFDS/ArrayRecord folder. `parquet`: parquet or arrow files.
+    `tokens`: what `titans data prepare` wrote. Or a registered one."""
     path: str | None = None
-    """File or folder of the source; None only for `python`."""
+    """File or folder of the source; None only for `python`, and with `mixture`."""
+    mixture: tuple[str, ...] = ()
+    """Several folders of `tokens` with weights, FOLDER=WEIGHT: so much of every batch's rows is from each, to rounding,
+    whatever their sizes; each is repeated when it ends."""
     validation_path: str | None = None
     """File or folder of the validation documents of `text` and `jsonl`; None holds some of `path` out."""
     text_field: str = "text"

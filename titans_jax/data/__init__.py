@@ -11,13 +11,17 @@ it is numpy, and never TensorFlow.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from titans_jax.data import huggingface as huggingface  # registers the source "parquet"
 from titans_jax.data.errors import DataError
 from titans_jax.data.identity import check_same_text, identify
 from titans_jax.data.packing import Corpus, Rows, pack, tokenize
 from titans_jax.data.pipeline import Batch, Share, Statistics, TrainBatches, ValidationBatches
+from titans_jax.data.prepare import prepare
 from titans_jax.data.sources import SOURCES, Documents, Split, describe_source, open_documents, register_source
+from titans_jax.data.stored import StoredRows, names, open_indexes, parts, stored_rows
 from titans_jax.data.tfds_text import build_tfds
 from titans_jax.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 
@@ -41,10 +45,12 @@ __all__ = [
     "load_tokenizer",
     "open_documents",
     "pack",
+    "prepare",
     "register_source",
     "tokenize",
     "train_batches",
     "validation_batches",
+    "validation_by_source",
 ]
 
 if TYPE_CHECKING:
@@ -65,7 +71,7 @@ def train_batches(
       DataError: the data is missing, empty, undecodable or less than one batch, or fields do not fit together.
     """
     share = _share(config, process_index, process_count)
-    rows, statistics = _rows(config, tokenizer, "train", align, show_progress=process_index == 0)
+    rows, statistics = _rows(config, tokenizer, "train", align, share)
     if len(rows) < config.batch_size:
         raise DataError(
             f"data.batch_size={config.batch_size} is more than the {len(rows)} rows of {config.sequence_length} tokens "
@@ -73,7 +79,8 @@ def train_batches(
         )
     if not 0 <= config.seed < 1 << 32:
         raise DataError(f"data.seed={config.seed} cannot seed the order of rows: use 0 to {(1 << 32) - 1}")
-    return TrainBatches(rows, statistics, share, seed=config.seed)
+    weights = [weight for _, weight in parts(config)] if config.mixture else None
+    return TrainBatches(rows, statistics, share, seed=config.seed, weights=weights)
 
 
 def validation_batches(
@@ -81,8 +88,22 @@ def validation_batches(
 ) -> ValidationBatches:
     """The validation split, each row once, as often as it is iterated over; arguments and errors of `train_batches`."""
     share = _share(config, process_index, process_count)
-    rows, statistics = _rows(config, tokenizer, "validation", align, show_progress=process_index == 0)
+    rows, statistics = _rows(config, tokenizer, "validation", align, share)
     return ValidationBatches(rows, statistics, share)
+
+
+def validation_by_source(
+    config: DataConfig, tokenizer: Tokenizer, *, align: int = 1, process_index: int = 0, process_count: int = 1
+) -> dict[str, ValidationBatches]:
+    """The validation split of each part of `data.mixture` by its name, {} without one; as `validation_batches`."""
+    if not config.mixture:
+        return {}
+    share = _share(config, process_index, process_count)
+    indexes = open_indexes(config, tokenizer, align)
+    return {
+        name: ValidationBatches(StoredRows(index, "validation"), index.statistics("validation"), share)
+        for name, index in zip(names(config), indexes, strict=True)
+    }
 
 
 def _share(config: DataConfig, process_index: int, process_count: int) -> Share:
@@ -95,10 +116,17 @@ def _share(config: DataConfig, process_index: int, process_count: int) -> Share:
 
 
 def _rows(
-    config: DataConfig, tokenizer: Tokenizer, split: Split, align: int, *, show_progress: bool
-) -> tuple[Rows, Statistics]:
+    config: DataConfig, tokenizer: Tokenizer, split: Split, align: int, share: Share
+) -> tuple[Sequence[Batch], Statistics]:
     """The packed rows of a split, and counts over it."""
-    corpus = tokenize(open_documents(config, split), tokenizer, show_progress=show_progress)
+    if config.source == "tokens":
+        return stored_rows(config, tokenizer, split, align, share)
+    if config.mixture:
+        raise DataError(
+            f"data.mixture has no use with data.source={config.source!r}: prepare each source (titans data prepare) "
+            "and set data.source='tokens'"
+        )
+    corpus = tokenize(open_documents(config, split), tokenizer, show_progress=share.process == 0)
     if not corpus.num_bytes:
         raise DataError(f"the {split} documents of {describe_source(config)} hold no text: give more of it")
     rows = pack(corpus, sequence_length=config.sequence_length, packing=config.packing, align=align)

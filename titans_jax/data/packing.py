@@ -15,14 +15,17 @@ have random access, so that they are shuffled as a whole, shared among processes
 """
 
 import hashlib
+import tempfile
 import time
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from titans_jax.data.errors import DataError
+from titans_jax.data.sources import PART, Documents
 from titans_jax.data.tokenizers import Tokenizer
 
 
@@ -30,21 +33,23 @@ from titans_jax.data.tokenizers import Tokenizer
 class Corpus:
     """The tokens of a split.
 
-    tokens      uint16 or int32 [tokens], as the module describes
+    tokens      uint16 or int32 [tokens], as the module describes; of `tokenize`, a file's, which is read where needed
     separators  int64 [documents + 1], where the tokens between documents are
     num_bytes   length of the text in UTF-8
+    hashed      SHA-256 of the tokens, where it was taken when they were written
     """
 
     tokens: np.ndarray
     separators: np.ndarray
     num_bytes: int
+    hashed: Any = None
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of all tokens and separators, whatever files they came from.
 
         Costs 2 seconds for a billion bytes of tokens, which take minutes to read and tokenize.
         """
-        digest = hashlib.sha256(np.ascontiguousarray(self.tokens))
+        digest = hashlib.sha256(np.ascontiguousarray(self.tokens)) if self.hashed is None else self.hashed.copy()
         digest.update(np.ascontiguousarray(self.separators))
         return digest.hexdigest()[:16]
 
@@ -71,45 +76,126 @@ class Rows(Sequence[dict[str, np.ndarray]]):
 
         Padding has token 0, target -1 and segment 0; segments count from 1.
         """
-        tokens = np.zeros(self.sequence_length, np.int32)
-        targets = np.full(self.sequence_length, -1, np.int32)
-        segment_ids = np.zeros(self.sequence_length, np.int32)
+        return lay_out(self.placed(index), self.sequence_length)
+
+    def placed(self, index: int) -> list[tuple[int, np.ndarray]]:
+        """The pieces of a row: (position, [length + 1] tokens, the last of which is a target only)."""
         pieces = self.pieces[self.first_piece[index] : self.first_piece[index + 1]]
-        for segment, (start, length, position) in enumerate(pieces.tolist(), 1):
-            place = slice(position, position + length)
-            tokens[place] = self.tokens[start : start + length]
-            targets[place] = self.tokens[start + 1 : start + length + 1]
-            segment_ids[place] = segment
-        return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids}
+        return [(position, self.tokens[start : start + length + 1]) for start, length, position in pieces.tolist()]
+
+
+def lay_out(placed: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> dict[str, np.ndarray]:
+    """The row of `Rows.placed` pieces, as `Rows` gives it; of none, a row of padding."""
+    tokens = np.zeros(sequence_length, np.int32)
+    targets = np.full(sequence_length, -1, np.int32)
+    segment_ids = np.zeros(sequence_length, np.int32)
+    for segment, (position, piece) in enumerate(placed, 1):
+        place = slice(position, position + len(piece) - 1)
+        tokens[place] = piece[:-1]
+        targets[place] = piece[1:]
+        segment_ids[place] = segment
+    return {"tokens": tokens, "targets": targets, "segment_ids": segment_ids}
 
 
 def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: bool = True) -> Corpus:
-    """Tokenize every document once and keep the tokens in memory, 2 bytes each (4 if vocab_size > 65,536).
+    """Tokenize every document once, part by part, into a nameless file, 2 bytes a token (4 beyond 65,536).
 
-    A million documents of 4 KB are about 2 GB with a vocabulary of 32,000; each process holds all of them. Empty
-    documents drop out. With `show_progress` a progress bar appears after 2 seconds.
+    The file lies where temporary files do (TMPDIR) and is gone with the process; each process has its own. Text that is
+    too much for that is tokenized once for all by `prepare`. Empty documents drop out. With `show_progress` a
+    progress bar appears after 2 seconds.
+
+    Raises:
+      DataError: the file cannot be written.
     """
     from rich.console import Console
     from rich.progress import Progress
 
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+    dtype = token_dtype(tokenizer)
     separator = np.array([tokenizer.eos_id], dtype)
-    parts, num_bytes, start = [separator], 0, time.monotonic()
+    places, num_tokens, num_bytes, start = [0], 1, 0, time.monotonic()
+    hashed = hashlib.sha256()
     progress = Progress(console=Console(stderr=True), transient=True, disable=not show_progress)
     task = progress.add_task("reading and tokenizing", total=len(documents))
     try:
-        for index in range(len(documents)):
-            text = documents[index]
-            if text:
-                parts += [tokenizer.encode(text).astype(dtype), separator]
-                num_bytes += len(text.encode("utf-8", "replace"))
-            progress.update(task, completed=index + 1)
-            if not progress.live.is_started and time.monotonic() - start > 2:
-                progress.start()
+        with tempfile.TemporaryFile(prefix="titans_tokens_") as file:
+
+            def write(tokens: np.ndarray) -> None:
+                file.write(tokens)
+                hashed.update(tokens)
+
+            write(separator)
+            for index in range(len(documents)):
+                before = num_tokens
+                for preceding, text in stretches(parts_of(documents, index)):
+                    tokens = encode_after(tokenizer, preceding, text).astype(dtype)
+                    write(tokens)
+                    num_tokens += len(tokens)
+                    num_bytes += count_utf8(text)
+                    if not progress.live.is_started and time.monotonic() - start > 2:
+                        progress.start()
+                if num_tokens > before:
+                    write(separator)
+                    places.append(num_tokens)
+                    num_tokens += 1
+                progress.update(task, completed=index + 1)
+                if not progress.live.is_started and time.monotonic() - start > 2:
+                    progress.start()
+            file.flush()
+            tokens = np.memmap(file, dtype, "r")
+    except OSError as error:
+        if error.filename is not None:  # a document's file
+            raise
+        raise DataError(
+            f"the tokens cannot be written to {tempfile.gettempdir()} ({error.strerror}): free space there, set "
+            "TMPDIR to another folder, or prepare the data once with titans data prepare"
+        ) from error
     finally:
         progress.stop()
-    lengths = np.array([len(part) for part in parts], np.int64)
-    return Corpus(np.concatenate(parts), (np.cumsum(lengths) - 1)[::2], num_bytes)
+    return Corpus(tokens, np.array(places, np.int64), num_bytes, hashed)
+
+
+def token_dtype(tokenizer: Tokenizer) -> type[np.generic]:
+    """The type that tokens are kept in."""
+    return np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+
+
+def count_utf8(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+
+
+def parts_of(documents: Sequence[str], index: int) -> Iterator[str]:
+    """The text of a document in parts, none of which need be long."""
+    if isinstance(documents, Documents):
+        return documents.parts(index)
+    return iter([documents[index]])
+
+
+def stretches(parts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """A document's text, (preceding, text) by stretch: long texts are cut behind a line's end, or else a space.
+
+    preceding: the character before the text, "" for the first one. `encode_after` gives the tokens of all stretches as
+    those of the whole, where a tokenizer never joins what is on both sides of such a cut.
+    """
+    held, preceding = "", ""
+    for part in parts:
+        held += part
+        if len(held) < PART:
+            continue
+        end = held.rfind("\n") + 1 or held.rfind(" ") + 1 or len(held)
+        yield preceding, held[:end]
+        preceding, held = held[end - 1], held[end:]
+    if held:
+        yield preceding, held
+
+
+def encode_after(tokenizer: Tokenizer, preceding: str, text: str) -> np.ndarray:
+    """Tokens of a text as they are behind a character, int32 [tokens]: some tokenizers put a space before all."""
+    if preceding:
+        first, both = tokenizer.encode(preceding), tokenizer.encode(preceding + text)
+        if np.array_equal(both[: len(first)], first):
+            return both[len(first) :]
+    return tokenizer.encode(text)
 
 
 def pack(corpus: Corpus, *, sequence_length: int, packing: str, align: int = 1) -> Rows:
@@ -156,8 +242,10 @@ def _best_fit(lengths: np.ndarray, sequence_length: int, align: int) -> tuple[np
     rows, positions = np.zeros_like(lengths), np.zeros_like(lengths)
     room_of_rows: dict[int, list[int]] = {}  # room left -> rows that have it
     rooms: list[int] = []  # the keys of room_of_rows, sorted
-    num_rows = 0
-    for piece in np.argsort(-lengths, kind="stable").tolist():
+    order = np.argsort(-lengths, kind="stable")
+    num_rows = int(np.count_nonzero(lengths == sequence_length))  # pieces that fill a row come first
+    rows[order[:num_rows]] = np.arange(num_rows)
+    for piece in order[num_rows:].tolist():
         length = int(lengths[piece])
         smallest = bisect_left(rooms, length)
         if smallest < len(rooms):

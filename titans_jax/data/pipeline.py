@@ -6,14 +6,17 @@ Process p of P takes the p-th of P contiguous blocks of every batch, which is wh
 jax.make_array_from_process_local_data puts on its devices.
 """
 
+import hashlib
 import sys
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from titans_jax.data.errors import DataError
-from titans_jax.data.packing import Corpus, Rows
+from titans_jax.data.packing import Corpus, Rows, lay_out
 
 Batch = dict[str, np.ndarray]
 """{"tokens", "targets", "segment_ids"}, each int32 [rows, time]."""
@@ -62,6 +65,20 @@ class Statistics:
             fingerprint=corpus.fingerprint(),
         )
 
+    @classmethod
+    def together(cls, parts: Sequence["Statistics"]) -> "Statistics":
+        """The counts of several sources, one after another; of one, its own."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            num_documents=sum(part.num_documents for part in parts),
+            num_bytes=sum(part.num_bytes for part in parts),
+            num_tokens=sum(part.num_tokens for part in parts),
+            num_rows=sum(part.num_rows for part in parts),
+            sequence_length=parts[0].sequence_length,
+            fingerprint=hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16],
+        )
+
     @property
     def bytes_per_token(self) -> float:
         """Bits per byte = nats per token / ln 2 / bytes_per_token; exact when the loss is over the whole split."""
@@ -80,6 +97,21 @@ class Statistics:
         )
 
 
+@dataclass(frozen=True)
+class Joined(Sequence[Batch]):
+    """The rows of several sources, one source after another."""
+
+    parts: Sequence[Sequence[Batch]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __getitem__(self, index: int) -> Batch:
+        ends = list(accumulate(map(len, self.parts)))
+        part = bisect_right(ends, index)
+        return self.parts[part][index - (ends[part - 1] if part else 0)]
+
+
 class TrainBatches(Iterator[Batch]):
     """Endless batches of this process: {"tokens", "targets", "segment_ids"}, int32 [batch_size / processes, time].
 
@@ -88,11 +120,27 @@ class TrainBatches(Iterator[Batch]):
     same batches follow, bit for bit, also with another number of processes.
     """
 
-    def __init__(self, rows: Rows, statistics: Statistics, share: Share, *, seed: int):
+    def __init__(
+        self,
+        rows: Sequence[Batch],
+        statistics: Statistics,
+        share: Share,
+        *,
+        seed: int,
+        weights: Sequence[float] | None = None,
+    ):
+        """weights: of the parts of `rows`, a `Joined`, whose epochs then are their own: of every stretch of rows each
+        part has its share, rounded."""
         import grain  # takes a second, which generation from a trained model need not wait for
 
         self.statistics = statistics
-        self._rows = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
+        if weights is None:
+            self._rows = grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
+        else:
+            parts = [
+                grain.MapDataset.source(part).seed(seed + i).shuffle().repeat() for i, part in enumerate(rows.parts)
+            ]
+            self._rows = grain.MapDataset.mix(parts, list(weights))
         self._batch_size, self._share = share.batch_size, share.rows
         self._batches: grain.DatasetIterator[Batch] | None = None
         self.set_state({"next_row": 0})
@@ -140,7 +188,7 @@ class ValidationBatches:
     of padding fill the last batch.
     """
 
-    def __init__(self, rows: Rows, statistics: Statistics, share: Share):
+    def __init__(self, rows: Sequence[Batch], statistics: Statistics, share: Share):
         self.statistics = statistics
         self._rows = rows
         self._order = np.random.default_rng(0).permutation(len(rows)).tolist()
@@ -152,7 +200,7 @@ class ValidationBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         """One pass over the split."""
-        padding = Rows(self._rows.tokens, self._rows.pieces[:0], np.zeros(2, np.int64), self._rows.sequence_length)[0]
+        padding = lay_out([], self.statistics.sequence_length)
         for first_row in range(0, len(self._rows), self._batch_size):
             places = [first_row + i for i in self._share]
             yield _stack([self._rows[self._order[i]] if i < len(self._rows) else padding for i in places])

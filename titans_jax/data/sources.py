@@ -4,6 +4,8 @@
     text     a text file, or the text files of a folder
     jsonl    a .jsonl file, or those of a folder; the text is in one field of each line
     tfds     an ArrayRecord dataset of tensorflow_datasets, read without TensorFlow (tfds_text.py writes such a dataset)
+    parquet  a Hugging Face dataset on disk: the parquet or arrow files of a folder (huggingface.py)
+    tokens   rows of tokens that `titans data prepare` wrote (stored.py)
 
 Text and JSONL files may be packed (.xz, .gz). Every source is a random-access sequence of documents in a fixed order,
 so that the same files give the same training run. A source of one's own is a function:
@@ -15,6 +17,9 @@ so that the same files give the same training run. A source of one's own is a fu
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
+import functools
 import gzip
 import json
 import lzma
@@ -38,6 +43,8 @@ Split = Literal["train", "validation"]
 TEXT_SUFFIXES = (
     ".txt .text .md .rst .tex .html .xml .raw .tokens .py .c .h .cc .cpp .hpp .cu .java .js .ts .go .rs .jl .sh"
 ).split()
+PART = 1 << 22
+"""Characters, or bytes, of a long text that are looked at at once."""
 UNPACK = {".xz": lzma.open, ".gz": gzip.open}
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -47,18 +54,27 @@ class Documents(Sequence[str]):
     """Documents that are read when they are asked for: document i is `read(items[i])`.
 
     of_split: they are the documents of the split that was asked for; otherwise they are all documents, of which
-    `open_documents` holds some out for validation.
+    `open_documents` holds some out for validation. read_parts: the same text as `read`, in parts, for sources whose
+    documents may be too long to hold.
     """
 
     items: Sequence[Any]
     read: Callable[[Any], str]
     of_split: bool = False
+    read_parts: Callable[[Any], Iterator[str]] | None = None
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> str:
         return self.read(self.items[index])
+
+    def parts(self, index: int) -> Iterator[str]:
+        """The text of a document in parts, as short as its source can give them."""
+        if self.read_parts is not None:
+            return self.read_parts(self.items[index])
+        text = self[index]
+        return (text[start : start + PART] for start in range(0, len(text), PART))
 
 
 Source = Callable[["DataConfig", Split], Documents]
@@ -103,7 +119,7 @@ def _standard_library(config: DataConfig, split: Split) -> Documents:
             f"data.path={str(config.path)!r} has no use with data.source='python', which reads the standard library: "
             "set data.source='text' (or 'jsonl', 'tfds'), or leave data.path out"
         )
-    _refuse_validation_path(config)
+    refuse_validation_path(config)
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in _files_below(folder, [".py"]) if not NOT_STANDARD_LIBRARY & set(file.parts)]
     if not files:
@@ -117,28 +133,42 @@ def _standard_library(config: DataConfig, split: Split) -> Documents:
 @register_source("text")
 def _text_files(config: DataConfig, split: Split) -> Documents:
     """One document per file."""
-    files, of_split = _files_of_split(config, split, TEXT_SUFFIXES)
-    return Documents(files, lambda file: _read_text(file, config.errors), of_split)
+    files, of_split = files_of_split(config, split, TEXT_SUFFIXES)
+    parts = lambda file: _read_parts(file, config.errors)  # noqa: E731
+    return Documents(files, lambda file: _read_text(file, config.errors), of_split, parts)
 
 
 @register_source("jsonl")
 def _jsonl_records(config: DataConfig, split: Split) -> Documents:
-    """One document per line; all in memory, as packed files have no random access (use tfds where that is too much)."""
-    files, of_split = _files_of_split(config, split, [".jsonl"])
-    texts = []
+    """One document per line; those of packed files, which have no random access, are held in memory."""
+    files, of_split = files_of_split(config, split, [".jsonl"])
+    records: list[tuple[Path, int, int, int] | str] = []  # (file, number of the line, where it starts, its length)
     for file in files:
         offset = 0
         with _open(file) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    texts.append(_json_text(line, f"{file}, line {number},", offset, config))
+                    place = f"{file}, line {number},"
+                    # Read here too, so that a wrong line is told before the first one is tokenized.
+                    text = _json_text(line, place, offset, config)
+                    records.append(text if file.suffix in UNPACK else (file, number, offset, len(line)))
                 offset += len(line)
-    if not texts:
+
+    @functools.lru_cache(maxsize=1)  # a single record is asked for its length, then for its text
+    def read(record: tuple[Path, int, int, int] | str) -> str:
+        if isinstance(record, str):
+            return record
+        file, number, offset, length = record
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            return _json_text(stream.read(length), f"{file}, line {number},", offset, config)
+
+    if not records:
         field = "validation_path" if of_split and split == "validation" else "path"
         raise DataError(
             f"data.{field}={str(getattr(config, field))!r} holds no record: give files with one JSON object a line"
         )
-    return Documents(texts, str, of_split)
+    return Documents(records, read, of_split)
 
 
 def _hold_out(documents: Documents, split: Split, config: DataConfig) -> Documents:
@@ -149,22 +179,34 @@ def _hold_out(documents: Documents, split: Split, config: DataConfig) -> Documen
             f"{describe_source(config)} has no validation documents of its own"
         )
     if len(documents) == 1:
-        text = documents[0]
-        end = len(text) - len(text) // every
-        return Documents([text[:end] if split == "train" else text[end:]], str)
+        length = sum(map(len, documents.parts(0)))
+        end = length - length // every
+        cut = (0, end) if split == "train" else (end, length)
+        within = lambda cut: _within(documents.parts(0), *cut)  # noqa: E731
+        return Documents([cut], lambda cut: "".join(within(cut)), read_parts=within)
     if split == "train":
-        return Documents([item for number, item in enumerate(documents.items, 1) if number % every], documents.read)
+        items = [item for number, item in enumerate(documents.items, 1) if number % every]
+        return dataclasses.replace(documents, items=items)
     if not documents.items[every - 1 :]:
         raise DataError(
             f"data.validation_every={every} holds out none of the {len(documents)} documents of "
             f"{describe_source(config)} for validation: use a number from 2 to {len(documents)}"
         )
-    return Documents(documents.items[every - 1 :: every], documents.read)
+    return dataclasses.replace(documents, items=documents.items[every - 1 :: every])
+
+
+def _within(parts: Iterator[str], first: int, last: int) -> Iterator[str]:
+    """The characters from `first` to before `last` of a text in parts."""
+    start = 0
+    for part in parts:
+        if start < last and (found := part[max(0, first - start) : last - start]):
+            yield found
+        start += len(part)
 
 
 def _json_text(line: bytes, place: str, offset: int, config: DataConfig) -> str:
     try:
-        record = json.loads(_decode(line, place, offset, config.errors))
+        record = json.loads(decode(line, place, offset, config.errors))
     except json.JSONDecodeError as error:
         raise DataError(f"{place} is not JSON ({error}): data.source='jsonl' takes one JSON object a line") from error
     fields = record if isinstance(record, dict) else {}
@@ -173,14 +215,14 @@ def _json_text(line: bytes, place: str, offset: int, config: DataConfig) -> str:
         names = [name for name, value in fields.items() if isinstance(value, str)]
         raise DataError(f"data.text_field={config.text_field!r} is no text in {place} which has these: {names}")
     # JSON can spell half of a surrogate pair ("\ud83d"), which UTF-8 cannot: the same refusal or replacement.
-    return _decode(text.encode("utf-8", "surrogatepass"), f"{place} field {config.text_field!r}", 0, config.errors)
+    return decode(text.encode("utf-8", "surrogatepass"), f"{place} field {config.text_field!r}", 0, config.errors)
 
 
 @register_source("tfds")
 def _array_records(config: DataConfig, split: Split) -> Documents:
     """The split's own documents, or those of "train" where the dataset has no validation split."""
-    _require_path(config)
-    _refuse_validation_path(config)
+    require_path(config)
+    refuse_validation_path(config)
     import tensorflow_datasets as tfds  # only runs that read such a dataset wait for the import
 
     folder = Path(config.path).expanduser()
@@ -220,7 +262,7 @@ def _array_records(config: DataConfig, split: Split) -> Documents:
             text = source[index][config.text_field]
         except Exception as error:  # array_record and protobuf raise many types
             raise DataError(f"{place} cannot be read ({type(error).__name__}): the dataset is damaged") from error
-        return _decode(text, place, 0, config.errors)
+        return decode(text, place, 0, config.errors)
 
     return Documents(range(len(source)), read, of_split=separate)
 
@@ -250,9 +292,9 @@ def _check_features(folder: Path) -> None:
             waiting += found
 
 
-def _files_of_split(config: DataConfig, split: Split, suffixes: Sequence[str]) -> tuple[list[Path], bool]:
+def files_of_split(config: DataConfig, split: Split, suffixes: Sequence[str]) -> tuple[list[Path], bool]:
     """The files of a split with validation files of its own and True, or all files and False."""
-    _require_path(config)
+    require_path(config)
     of_split = config.validation_path is not None
     return _data_files(config, "validation_path" if of_split and split == "validation" else "path", suffixes), of_split
 
@@ -312,28 +354,47 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
 
 def _read_text(file: Path, errors: str) -> str:
     with _open(file) as stream:
-        return _decode(stream.read(), str(file), 0, errors)
+        return decode(stream.read(), str(file), 0, errors)
 
 
-def _decode(content: bytes, place: str, offset: int, errors: str) -> str:
+def _read_parts(file: Path, errors: str) -> Iterator[str]:
+    """The text of a file of any length, in parts."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    with _open(file) as stream:
+        offset, part = 0, b"begin"
+        while part:
+            part, waiting = stream.read(PART), len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(part, final=not part)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(str(file), offset - waiting + error.start) from error
+            offset += len(part)
+            if text:
+                yield text
+
+
+def decode(content: bytes, place: str, offset: int, errors: str) -> str:
     """UTF-8 to text; `errors`: "strict" refuses other bytes, "replace" reads U+FFFD, "empty" drops the document."""
     try:
         return content.decode("utf-8", "replace" if errors == "replace" else "strict")
     except UnicodeDecodeError as error:
         if errors == "empty":
             return ""
-        raise DataError(
-            f"{place} is not UTF-8 at byte {offset + error.start}: convert it, "
-            "or set data.errors='replace' to read such bytes as U+FFFD"
-        ) from error
+        raise _not_utf8(place, offset + error.start) from error
 
 
-def _require_path(config: DataConfig) -> None:
+def _not_utf8(place: str, byte: int) -> DataError:
+    return DataError(
+        f"{place} is not UTF-8 at byte {byte}: convert it, or set data.errors='replace' to read such bytes as U+FFFD"
+    )
+
+
+def require_path(config: DataConfig) -> None:
     if config.path is None:
         raise DataError(f"data.path is missing: data.source={config.source!r} reads the file or folder it names")
 
 
-def _refuse_validation_path(config: DataConfig) -> None:
+def refuse_validation_path(config: DataConfig) -> None:
     if config.validation_path is not None:
         raise DataError(
             f"data.validation_path={str(config.validation_path)!r} has no use with data.source={config.source!r}: "

@@ -42,6 +42,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == "byte" else SentencePieceTokenizer(name)
 
 
+def tokenizer_file(name: str) -> Path | None:
+    """The file that `data.tokenizer` names; None for "byte"."""
+    return None if name == "byte" else Path(name).expanduser()
+
+
 class ByteTokenizer:
     """UTF-8 bytes: ids 0 .. 255 are the bytes, 256 stands between documents."""
 

@@ -71,7 +71,8 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             index, count = processes.share_of_batch(batch_sharding(mesh), config.data.batch_size) if mesh else (0, 1)
             split = {"align": granularity(config.model), "process_index": index, "process_count": count}
             batches = data.train_batches(config.data, tokenizer, **split)
-            text = Text(tokenizer, batches, data.validation_batches(config.data, tokenizer, **split))
+            validation = data.validation_batches(config.data, tokenizer, **split)
+            text = Text(tokenizer, batches, validation, data.validation_by_source(config.data, tokenizer, **split))
             identity = data.identify(config.data, text.train.statistics, text.validation.statistics)
             if saved and saved.text and not config.training.accept_changed_data:
                 data.check_same_text(config.data, saved.text, identity)
@@ -113,6 +114,8 @@ class Text:
     tokenizer: data.Tokenizer
     train: data.TrainBatches
     validation: data.ValidationBatches
+    by_source: dict[str, data.ValidationBatches]
+    """The validation text of each part of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,10 @@ class Trainer:
         self.tokenizer, self.batches = text.tokenizer, text.train
         self.profile = Profile(config.profile.range, self.run_dir / "profile")
         self.validation = list(itertools.islice(text.validation, config.training.evaluation_batches))
+        self.by_source = {
+            name: list(itertools.islice(batches, config.training.evaluation_batches))
+            for name, batches in text.by_source.items()
+        }
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         graphdef, params = init_model(config.model, config.training.seed)
         self.state: State = {"params": params, "optimizer": optimizer.init(params)}
@@ -232,10 +239,14 @@ class Trainer:
         self.report.flush()
         result = self._evaluate_with(self.evaluation_step)
         unwritten = result and self.unwritten_step and self._evaluate_with(self.unwritten_step)
-        if result is None or (self.unwritten_step and unwritten is None):
+        sources = {name: self._evaluate_with(self.evaluation_step, rows) for name, rows in self.by_source.items()}
+        if result is None or (self.unwritten_step and unwritten is None) or None in sources.values():
             return
         values = {"loss": result.loss, "bits_per_byte": result.bits_per_byte, "perplexity": result.perplexity}
         text = f"step {self.step}  validation loss {result.loss:.4f}  {result.bits_per_byte:.3f} bits/byte"
+        for name, found in sources.items():
+            values[f"loss/{name}"] = found.loss
+            text += f"  {name} {found.loss:.4f}"
         if unwritten:
             gain = values["memory_gain"] = unwritten.bits_per_byte - result.bits_per_byte
             text += f"  memory gain: {gain:.4f} bits per byte"
@@ -251,9 +262,9 @@ class Trainer:
                 plot_memory(self.run_dir, self.config.model)
         self.report.pause()
 
-    def _evaluate_with(self, step: EvaluationStep) -> Evaluation | None:
-        """The validation loss by a compiled step; None if told to stop on the way."""
-        batches = map(self._to_devices, self.validation)
+    def _evaluate_with(self, step: EvaluationStep, rows: list[Batch] | None = None) -> Evaluation | None:
+        """The loss of batches (None: of the validation text) by a compiled step; None if told to stop on the way."""
+        batches = map(self._to_devices, self.validation if rows is None else rows)
         return evaluate(step, self.state["params"], batches, self.tokenizer, self._stopping)
 
     def _write_sample(self, bits_per_byte: float) -> None:

@@ -78,7 +78,10 @@ def with_absolute_paths(config: Config) -> Config:
         for name, value in values.items()
         if value is not None and "://" not in value and (name, value) != ("tokenizer", "byte")
     }
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **paths))
+    mixture = tuple(
+        each if "://" in each else os.path.abspath(os.path.expanduser(each)) for each in config.data.mixture
+    )
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, mixture=mixture, **paths))
 
 
 def copy_tokenizer(config: Config, run_dir: Path) -> None:
