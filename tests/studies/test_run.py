@@ -14,7 +14,7 @@ from titans_jax.studies.models import small_model
 from titans_jax.studies.results import Result, ResultsFile, finite_numbers
 from titans_jax.studies.table import make_rows, spread
 
-MODEL = RECALL.fit_to(small_model("attention", "lmm", 8, 1, 4, STUDIES["recall"].options().memory))
+MODEL = RECALL.fit_to(small_model("attention", "lmm", 8, 1, 4, STUDIES["mqar"].options().memory))
 
 
 def cell(seed=1, **labels):
@@ -31,7 +31,7 @@ def lines(folder):
 
 def test_a_study_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
     """Killed in its third model, and while it wrote a line; the others' numbers are those of a run without a kill."""
-    command = ["study", "recall", *RECALL_OPTIONS, "--seeds", "3", "--output"]
+    command = ["study", "mqar", *RECALL_OPTIONS, "--seeds", "3", "--output"]
     ran, run_cell = [], run.run_cell
 
     def counted(cell, after_step):
@@ -43,7 +43,7 @@ def test_a_study_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "run_cell", counted)
     assert cli.main([*command, str(tmp_path / "killed")]) == 130
     assert [line["cell"]["seed"] for line in lines(tmp_path / "killed")] == [1, 2]
-    assert not (tmp_path / "killed" / "recall.csv").exists()
+    assert not (tmp_path / "killed" / "mqar.csv").exists()
     with (tmp_path / "killed" / "results.jsonl").open("a") as out:
         out.write('{"cell": {"model"')
     assert cli.main([*command, str(tmp_path / "killed")]) == 0
@@ -75,39 +75,37 @@ def test_a_cell_is_identified_by_its_whole_configuration(tmp_path):
 def test_a_model_that_two_rows_share_is_trained_once(tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(run, "run_cell", lambda cell, after_step: ran.append(cell) or finite(0.5))
-    plan = run.make_plan("recall", [*RECALL_OPTIONS, "--seeds", "1", "--output", str(tmp_path)])
+    plan = run.make_plan("mqar", [*RECALL_OPTIONS, "--seeds", "1", "--output", str(tmp_path)])
     (one,) = plan.cells
     plan = dataclasses.replace(plan, cells=[one, dataclasses.replace(one, labels=one.labels | {"preset": "again"})])
     run.run(plan)
     assert len(ran) == 1 and len(lines(tmp_path)) == 1
-    assert len(json.loads((tmp_path / "recall.json").read_text())["rows"]) == 2
+    assert len(json.loads((tmp_path / "mqar.json").read_text())["rows"]) == 2
 
 
 def test_a_model_that_fails_is_recorded_and_tried_again(tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile running")
 
-    command = ["study", "recall", *RECALL_OPTIONS, "--seeds", "1", "--output", str(tmp_path)]
+    command = ["study", "mqar", *RECALL_OPTIONS, "--seeds", "1", "--output", str(tmp_path)]
     monkeypatch.setattr(run, "fit", broken)
     assert cli.main(command) == 1
     printed = capsys.readouterr()
-    assert "1 of 1 models of recall failed" in printed.err and "1 of 1 failed" in " ".join(printed.out.split())
+    assert "1 of 1 models of mqar failed" in printed.err and "1 of 1 failed" in " ".join(printed.out.split())
     (line,) = lines(tmp_path)
     assert line["status"] == "failed" and line["numbers"] is None
     assert line["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory while running"
-    assert (tmp_path / "recall.png").exists()
+    assert (tmp_path / "mqar.png").exists()
     monkeypatch.undo()
     assert cli.main(command) == 0
     assert [line["status"] for line in lines(tmp_path)] == ["failed", "finite"]
 
 
 def test_a_model_that_is_not_finite_is_recorded(monkeypatch):
-    monkeypatch.setattr(
-        type(RECALL), "measure", lambda *_: {"accuracy": 0.0, "recall_loss": math.nan, "c": [1.0, math.inf]}
-    )
+    monkeypatch.setattr(type(RECALL), "measure", lambda *_: {"accuracy": 0.0, "loss": math.nan, "c": [1.0, math.inf]})
     result = run.run_cell(cell())
     assert result.status == "not finite"
-    assert result.numbers == {"accuracy": 0.0, "recall_loss": None, "c": [1.0, None]}
+    assert result.numbers == {"accuracy": 0.0, "loss": None, "c": [1.0, None]}
     (row,) = make_rows([(cell(), dataclasses.replace(result, numbers={})), (cell(2), finite(0.5))])
     assert row.broken == "1 of 2 not finite"
     assert finite_numbers({"a": 1.0}) == ({"a": 1.0}, True)
@@ -148,7 +146,7 @@ from tiny_studies import RECALL
 class TwoWidths(Study):
     """Two widths."""
     def cells(self, options):
-        memory = STUDIES["recall"].options().memory
+        memory = STUDIES["mqar"].options().memory
         models = {dim: RECALL.fit_to(small_model("attention", "lmm", dim, 1, 4, memory)) for dim in (4, 8)}
         return [Cell({"dim": dim}, model, RECALL, seed=1) for dim, model in models.items()]
     def columns(self, options):

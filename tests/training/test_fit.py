@@ -9,7 +9,7 @@ import pytest
 
 from tests.training.tiny import tiny_config
 from titans_jax import data
-from titans_jax.training.fit import fit
+from titans_jax.training.fit import Selection, fit
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import init_model
 from titans_jax.training.step import make_train_step
@@ -49,3 +49,31 @@ def test_a_step_that_is_not_finite_is_told():
 def test_too_few_batches_are_refused():
     with pytest.raises(ValueError, match="there are 3 batches: 4 steps need as many"):
         fit(CONFIG.model, CONFIG.optimizer, batches(), steps=4, seed=1)
+
+
+def test_the_best_parameters_of_a_selection_are_returned():
+    """Of scores 1, 3 and NaN the second's; with patience 1 and scores 2, 1 the first's, after two steps."""
+    seen = []
+
+    def score(graphdef, params):
+        seen.append(jax.device_get(params))
+        return scores[len(seen) - 1]
+
+    scores = [1.0, 3.0, float("nan")]
+    found = fit(CONFIG.model, CONFIG.optimizer, batches(), 3, 1, selection=Selection(score, every=1))
+    assert len(seen) == 3 and jax.tree.all(jax.tree.map(np.array_equal, found.params, seen[1]))
+    assert not jax.tree.all(jax.tree.map(np.array_equal, found.params, seen[2]))
+    scores, seen = [2.0, 1.0], []
+    found = fit(CONFIG.model, CONFIG.optimizer, batches(), 3, 1, selection=Selection(score, every=1, patience=1))
+    assert len(found.history.loss) == 2 and jax.tree.all(jax.tree.map(np.array_equal, found.params, seen[0]))
+    scores, seen = [5.0], []
+    found = fit(CONFIG.model, CONFIG.optimizer, batches(), 3, 1, selection=Selection(score, every=1, enough=5.0))
+    assert len(found.history.loss) == 1
+
+
+def test_a_training_starts_from_what_another_one_made():
+    _, before, _ = fit(CONFIG.model, CONFIG.optimizer, batches(), steps=1, seed=1)
+    other = dataclasses.replace(CONFIG.model, vocab_size=CONFIG.model.vocab_size + 64)
+    _, after, _ = fit(other, CONFIG.optimizer, batches(), steps=0, seed=2, start=before)
+    assert jax.tree.all(jax.tree.map(np.array_equal, after["cycles"], before["cycles"]))
+    assert after["embedding"]["embedding"].shape[0] == other.vocab_size

@@ -37,6 +37,8 @@ class RecallTask:
     """Tokens in all: the blank, keys and values."""
     power: float = 0.01
     """Exponent of the power law, as Zoology counts it: near 0 queries crowd behind the pairs, 1 spreads them evenly."""
+    random_fill: bool = False
+    """Random tokens, keys and values among them, in place of the blanks: a harder task, not that of Figure 2."""
 
     def __post_init__(self) -> None:
         if self.num_pairs < 1:
@@ -78,8 +80,11 @@ def recall_sequences(task: RecallTask, count: int, seed: int) -> dict[str, np.nd
     slots = np.arange((task.sequence_length - context) // 2)
     queries = context + 2 * _choose(generator, (task.power - 1) * np.log(slots + 1), count, pairs)
 
-    tokens = np.full((count, task.sequence_length), BLANK, np.int32)
-    targets = np.full((count, task.sequence_length), -1, np.int32)
+    shape = (count, task.sequence_length)
+    tokens = np.full(shape, BLANK, np.int32)
+    if task.random_fill:
+        tokens = generator.integers(task.vocab_size, size=shape, dtype=np.int32)
+    targets = np.full(shape, -1, np.int32)
     tokens[:, 0:context:2] = keys
     tokens[:, 1:context:2] = values
     np.put_along_axis(tokens, queries, keys, axis=1)

@@ -129,7 +129,7 @@ def run_cell(cell: Cell, after_step: Callable[[], None] = lambda: None) -> Resul
     batches = cell.task.batches(cell.seed)
     try:
         graphdef, params, history = fit(
-            cell.model, cell.task.optimizer, batches, cell.task.steps, cell.seed, after_step
+            cell.model, cell.task.optimizer, batches, cell.task.steps, cell.seed, after_step, cell.task.selection()
         )
         numbers, finite = finite_numbers(cell.task.measure(graphdef, params))
     except Exception as error:  # noqa: BLE001  (one model that does not fit must not cost the others)

@@ -169,3 +169,17 @@ def csv_rows(rows: list[Row], columns: list[Column], baselines: list[Baseline], 
         named = {column.number: numbers.get(column.number) for column in columns}
         lines.append(dict.fromkeys(lines[0]) | {first: f"baseline: {words}", **named, "command": command})
     return lines
+
+
+def best_of(rows: list[Row], tried: tuple[str, ...], number: str) -> list[Row]:
+    """One of the rows that differ in the labels `tried` only: the one with the largest mean of a number.
+
+    One whose mean is not known is the last to be chosen.
+    """
+    best: dict[tuple, Row] = {}
+    for row in rows:
+        same = tuple(item for item in row.labels.items() if item[0] not in tried)
+        mean, other = row.spread(number).mean, best[same].spread(number).mean if same in best else None
+        if same not in best or (mean is not None and (other is None or mean > other)):
+            best[same] = row
+    return list(best.values())

@@ -1,4 +1,4 @@
-"""What the models of studies learn and are asked: recall of facts, and language.
+"""What the models of studies learn and are asked: `Task`, and language; `generated` has those of drawn sequences.
 
 A task is a group of command-line options too: its fields are settings, with their types, defaults and help.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -21,16 +19,13 @@ from titans_jax import data, sharding
 from titans_jax.config import Config, ConfigError, DataConfig, ModelConfig, OptimizerConfig
 from titans_jax.config.validate import validate
 from titans_jax.data.pipeline import Share
-from titans_jax.data.recall import RecallTask, recall_sequences
 from titans_jax.evaluation.perplexity import EvaluationStep, count_bytes, evaluate, make_evaluation_step
 from titans_jax.evaluation.positions import LongReader, bucket_ends
 from titans_jax.models import without_writes
-from titans_jax.models.loss import Batch, cross_entropy_sum
+from titans_jax.models.loss import Batch
 from titans_jax.studies.models import one_graph
+from titans_jax.training.fit import Selection
 from titans_jax.training.run import check_vocabulary
-
-HELD_OUT_SEED = 0
-"""Seed of the sequences that all models are asked on; models and their training sequences have seeds 1, 2, ..."""
 
 Numbers = dict[str, Any]
 """Numbers, or lists of them, by name."""
@@ -79,6 +74,10 @@ class Task:
         """What a model of this seed is trained on, at least `steps` batches."""
         raise NotImplementedError
 
+    def selection(self) -> Selection | None:
+        """How the parameters that are measured are chosen on validation data; None takes the last."""
+        return None
+
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
         """What a trained model is worth, by name."""
         raise NotImplementedError
@@ -86,89 +85,6 @@ class Task:
     def baseline(self) -> tuple[str, Numbers]:
         """What can be had without a model, in words, and its numbers by the names of `measure`."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Recall(Task):
-    """Multi-query associative recall: which value came with a key, asked on unseen sequences."""
-
-    name: ClassVar[str] = "recall"
-
-    num_pairs: int = 4
-    """Key-value pairs of a sequence."""
-    length: int = 32
-    """Tokens of a sequence."""
-    vocab_size: int = 32
-    """Tokens: half of them keys, half values."""
-    test_sequences: int = 512
-    """Unseen sequences asked about, the same for all models."""
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens of a training row."""
-        return self.length
-
-    @property
-    def sequences(self) -> RecallTask:
-        """What sequences look like."""
-        return RecallTask(self.num_pairs, self.length, self.vocab_size)
-
-    def fit_to(self, model: ModelConfig) -> ModelConfig:
-        """See `Task`."""
-        return dataclasses.replace(model, vocab_size=self.vocab_size)
-
-    def check(self, model: ModelConfig) -> None:
-        """See `Task`."""
-        super().check(model)
-        if self.test_sequences < 1:
-            raise ConfigError(f"test_sequences is {self.test_sequences}; use at least 1")
-        if self.test_sequences % self.batch_size:
-            works = -(-self.test_sequences // self.batch_size) * self.batch_size
-            raise ConfigError(
-                f"test_sequences is {self.test_sequences}; use a multiple of batch_size {self.batch_size}, such as "
-                f"{works}"
-            )
-        _ = self.sequences
-
-    def batches(self, seed: int) -> Iterator[Batch]:
-        """See `Task`. Drawn some steps at a time, so that a long training needs no memory for them."""
-        at_once = 256
-        for number, first in enumerate(range(0, self.steps, at_once)):
-            count = min(at_once, self.steps - first) * self.batch_size
-            yield from self._cut(recall_sequences(self.sequences, count, seed + (number << 32)))
-
-    def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
-        """accuracy: share of unseen queries answered right; recall_loss: mean cross entropy over them, nats."""
-        held_out = recall_sequences(self.sequences, self.test_sequences, HELD_OUT_SEED)
-        step = make_recall_step(graphdef)
-        totals = [step(params, sharding.spread(batch, None)[0]) for batch in self._cut(held_out)]
-        nats, right, queries = np.sum(np.array(jax.device_get(totals), np.float64), axis=0)
-        return {"accuracy": float(right / queries), "recall_loss": float(nats / queries)}
-
-    def baseline(self) -> tuple[str, Numbers]:
-        """See `Task`."""
-        chance = 1 / self.num_pairs
-        return f"one of {self.num_pairs} values at random", {"accuracy": chance, "recall_loss": -math.log(chance)}
-
-    def _cut(self, sequences: dict[str, np.ndarray]) -> Iterator[Batch]:
-        """The sequences, `batch_size` at a time, each a document of its own."""
-        for first in range(0, len(sequences["tokens"]), self.batch_size):
-            batch = {name: rows[first : first + self.batch_size] for name, rows in sequences.items()}
-            yield batch | {"segment_ids": None}
-
-
-@one_graph
-def make_recall_step(graphdef: nnx.GraphDef) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array, jax.Array]]:
-    """Compiled (params, batch) -> (summed nats, queries answered right, queries)."""
-
-    @jax.jit
-    def recall_step(params, batch):
-        logits = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"])
-        nats, queries = cross_entropy_sum(logits, batch["targets"])
-        # Without a query the target is -1, which is no token.
-        return nats, jnp.sum(jnp.argmax(logits, axis=-1) == batch["targets"]), queries
-
-    return recall_step
 
 
 @dataclass(frozen=True)

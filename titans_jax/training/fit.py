@@ -8,11 +8,13 @@ The step, the optimizer and the initial parameters are those of `titans train`.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -32,7 +34,7 @@ class History(NamedTuple):
     """What a training was like.
 
     loss: mean cross entropy of every step's batch, nats, float32 [steps]. grad_norm: before clipping, float32 [steps].
-    tokens: read in all, padding included. seconds: compilation excluded.
+    tokens: read in all, padding included. seconds: without compilation and scores of a selection.
     """
 
     loss: np.ndarray
@@ -44,6 +46,20 @@ class History(NamedTuple):
     def finite(self) -> bool:
         """No step had a loss or a gradient that was not finite; such a step is skipped."""
         return bool(np.all(np.isfinite(self.loss)) and np.all(np.isfinite(self.grad_norm)))
+
+
+class Selection(NamedTuple):
+    """How the parameters of a training are chosen: the ones that score best on validation data (early stopping).
+
+    score: (graphdef, params) -> a number, the larger the better; one that is not finite is the worst. every: steps
+    between two scores; one more ends the training. patience: scores in a row that are no better and end it, None
+    never. enough: a score that ends it at once.
+    """
+
+    score: Callable[[nnx.GraphDef, Any], float]
+    every: int
+    patience: int | None = None
+    enough: float = math.inf
 
 
 class Fit(NamedTuple):
@@ -61,14 +77,18 @@ def fit(
     steps: int,
     seed: int,
     after_step: Callable[[], None] = lambda: None,
+    selection: Selection | None = None,
+    start: Any = None,
 ) -> Fit:
     """Train a model on the first `steps` batches, their rows shared out over all devices.
 
     Args:
-      batches: {"tokens", "targets", "segment_ids"}, each int32 [rows, time] of one shape; segment_ids may be None. The
+      batches: of one shape, as the model's head takes them (`titans_jax.models.loss`); segment_ids may be None. The
         number of devices divides rows.
       seed: of the initial parameters.
       after_step: called after every step.
+      selection: returns the best parameters instead of the last, and may end the training early.
+      start: parameters of a model trained before; those with a path and a shape of this model are where it starts.
 
     Models that differ in their seed only are compiled once, one after another.
 
@@ -76,9 +96,9 @@ def fit(
       ValueError: there are fewer batches than steps.
     """
     program = _program(model, optimizer, steps, registrations())
-    params = program.init(jax.random.key(seed))
+    params = begun_with(program.init(jax.random.key(seed)), start)
     _, state = sharding.spread(None, {"params": params, "optimizer": program.optimizer.init(params)})
-    batches, metrics, tokens, seconds = iter(batches), [], 0, 0.0
+    batches, metrics, tokens, seconds, best, waited = iter(batches), [], 0, 0.0, None, 0
     for step in range(steps):
         batch = next(batches, None)
         if batch is None:
@@ -86,18 +106,42 @@ def fit(
         batch, _ = sharding.spread(batch, None)
         if step == 0:
             train_step = program.compiled(state, batch)
-            start = time.perf_counter()
+            begun = time.perf_counter()
         state, measured = train_step(state, batch)
         metrics.append(measured)
         tokens += batch["tokens"].size
         if step >= STEPS_AHEAD:
             metrics[step - STEPS_AHEAD] = jax.device_get(metrics[step - STEPS_AHEAD])
         after_step()
+        if selection and ((step + 1) % selection.every == 0 or step + 1 == steps):
+            paused = time.perf_counter()
+            score = selection.score(program.graphdef, state["params"])
+            begun += time.perf_counter() - paused
+            score = score if math.isfinite(score) else -math.inf
+            if best is None or score > best[0]:
+                # The next step takes the arrays of the state: what is kept is a copy.
+                best, waited = (score, jax.tree.map(jnp.copy, state["params"])), 0
+            else:
+                waited += 1
+            if score >= selection.enough or waited == selection.patience:
+                break
     metrics = jax.device_get(metrics)
     if steps:
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - begun
     loss, grad_norm = (np.array([step[name] for step in metrics], np.float32) for name in ("loss", "grad_norm"))
-    return Fit(program.graphdef, state["params"], History(loss, grad_norm, tokens, seconds))
+    params = best[1] if best else state["params"]
+    return Fit(program.graphdef, params, History(loss, grad_norm, tokens, seconds))
+
+
+def begun_with(params: Any, start: Any) -> Any:
+    """`params` with those of `start` in the place of what has the same path and shape."""
+    known = dict(jax.tree_util.tree_leaves_with_path(start))
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        found = known.get(path)
+        return leaf if found is None or found.shape != leaf.shape else jnp.asarray(found, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 class Program:

@@ -1,0 +1,233 @@
+"""`titans study mqar`: how many facts each memory keeps, against the size of its state (Zoology's Figure 2).
+
+One small model per preset, block, width, head_dim, learning rate and seed learns multi-query associative recall
+(titans_jax.data.recall) and is asked on sequences it has not seen. All of a width have the same depth, training and
+number of parameters; a matrix memory of a layer holds dim x head_dim floats. Of the learning rates, and of the step
+sizes where several are tried, the table has the one that is best on validation sequences. Answering with some value of
+the sequence is right 1 / num_pairs of the time. Transformer++ ("attention"), whose cache keeps everything, is the
+reference for what can be learned.
+
+Where it differs from Zoology (arXiv 2312.04927): its models have no feed-forward layers and these do; new sequences
+take the place of 100,000 read again; the learning rate is chosen on validation, not on test sequences.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titans_jax import plots
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
+from titans_jax.memory.rule.presets import PRESETS
+from titans_jax.studies import models
+from titans_jax.studies.generated import Recall
+from titans_jax.studies.models import ATTENTION
+from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
+from titans_jax.studies.table import Row, best_of
+
+
+@dataclass(frozen=True)
+class MqarOptions(StudyOptions):
+    """Train small models of each memory on associative recall, and ask them on unseen sequences."""
+
+    easy: bool = False
+    """4 pairs in 32 of 32 tokens at one learning rate, in place of the sweep: what two cores tell apart in minutes."""
+    presets: tuple[str, ...] = (*PRESETS, ATTENTION)
+    """Names in titans_jax.memory.presets.PRESETS, and "attention"."""
+    blocks: tuple[str, ...] = ("lmm",)
+    """Blocks that hold the memories: lmm, mac, mag, mal."""
+    dims: tuple[int, ...] = (64, 128)
+    """Widths of the residual stream; a model has dim / head_dim heads."""
+    head_dims: tuple[int, ...] = (16,)
+    """Widths of a head, which set the size of the state; each divides every dim."""
+    sequence_lengths: tuple[int, ...] = (64, 128, 256)
+    """Tokens of a sequence, of one task after another."""
+    num_pairs: tuple[int, ...] = (4, 8, 16)
+    """Key-value pairs of a sequence, of the same tasks."""
+    vocab_size: int = 8192
+    """Tokens: half of them keys, half values."""
+    random_fill: bool = False
+    """Random tokens between the queries, in place of Figure 2's blanks."""
+    depth: int = 2
+    """Blocks."""
+    segment: int = 8
+    """Segment of mac, and window of mag and mal: short of a sequence, so that only the memory reaches the pairs."""
+    equal_parameters: bool = True
+    """Widen the feed-forward layers until all models of a width have as many parameters as the largest."""
+    memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=8))
+    """The other fields of the memories."""
+    max_step_sizes: tuple[float, ...] = ()
+    """Largest inner step sizes tried, for presets that have one. None named is the one of `memory`."""
+    learning_rates: tuple[float, ...] = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
+    """Peaks of the cosine that are tried, after a linear warm-up in a tenth of the steps."""
+    steps: int = 3200
+    """Training steps of a memory; fewer where its validation accuracy reaches 0.99."""
+    attention_steps: int = 3200
+    """Training steps of attention, which has no convolution to show it which value follows a key."""
+    batch_size: int = 512
+    """Sequences of a step."""
+    validation_sequences: int = 1024
+    """Sequences that the training is stopped by, and the learning rate chosen; 0 needs a single rate."""
+    test_sequences: int = 3072
+    """Unseen sequences asked about, the same for all models."""
+
+
+@register_study("mqar")
+class MqarStudy(Study):
+    """Facts kept by each kind of memory, against the size of its state."""
+
+    options = MqarOptions
+
+    def defaults(self, said: MqarOptions) -> MqarOptions:
+        """See `Study`. The easy task is small enough for any machine; the sweep is cut down for two cores."""
+        sweep = MqarOptions(quick=said.quick, easy=said.easy)
+        small = dataclasses.replace(
+            sweep, dims=(64,), steps=800, attention_steps=2500, batch_size=16, learning_rates=(3e-3,),
+            validation_sequences=0, test_sequences=512,
+        )  # fmt: skip
+        if said.easy:
+            easy = dataclasses.replace(small, sequence_lengths=(32,), num_pairs=(4,), vocab_size=32, head_dims=(8, 16))
+            return dataclasses.replace(easy, head_dims=(8,), seeds=1) if said.quick else easy
+        if not said.quick:
+            return sweep
+        few = ("linear_attention", "gated_deltanet", "titans", ATTENTION)
+        return dataclasses.replace(
+            small, presets=few, sequence_lengths=(64, 128), num_pairs=(4, 8), vocab_size=64, seeds=1,
+            learning_rates=(1e-3, 3e-3), validation_sequences=256, attention_steps=1600,
+        )  # fmt: skip
+
+    def cells(self, options: MqarOptions) -> list[Cell]:
+        """See `Study`. As the size of attention's cache does not depend on head_dim, it is there once."""
+        at_least_one(
+            options, "presets", "blocks", "dims", "head_dims", "num_pairs", "sequence_lengths", "steps",
+            "attention_steps", "batch_size", "depth", "segment", "learning_rates",
+        )  # fmt: skip
+        if len(options.sequence_lengths) != len(options.num_pairs):
+            raise ConfigError(
+                f"sequence_lengths has {len(options.sequence_lengths)} and num_pairs {len(options.num_pairs)} entries; "
+                "use one of each for every task"
+            )
+        for name in ("learning_rates", "max_step_sizes"):
+            several = len(set(getattr(options, name)))
+            if several > 1 and not options.validation_sequences:
+                raise ConfigError(f"validation_sequences is 0; use some to choose among {several} {name}, such as 256")
+        models.check_presets(options.presets, others=(ATTENTION,))
+        models.check_blocks(options.blocks)
+        for dim, head_dim in itertools.product(options.dims, options.head_dims):
+            if head_dim < 1 or dim < 1 or dim % head_dim:
+                raise ConfigError(f"head_dims has {head_dim}; use divisors of dim {dim}")
+        cells: list[Cell] = []
+        for task, dim in itertools.product(tasks(options), dict.fromkeys(options.dims)):
+            labels, sized = zip(*((labels, task.fit_to(model)) for labels, model in kinds(options, dim)), strict=True)
+            if options.equal_parameters:
+                sized = models.same_size(list(sized))
+            for (label, model), rate in itertools.product(
+                zip(labels, sized, strict=True), dict.fromkeys(options.learning_rates)
+            ):
+                steps = options.attention_steps if label["preset"] == ATTENTION else options.steps
+                place = {"learning_rate": rate, "pairs": task.num_pairs, "length": task.length}
+                this = dataclasses.replace(task, steps=steps, learning_rate=rate)
+                cells += with_seeds(options, [(label | place, model)], this)
+        return cells
+
+    def columns(self, options: MqarOptions) -> list[Column]:
+        """See `Study`."""
+        return [Column("accuracy", "accuracy"), Column("loss", "loss")]
+
+    def finish(self, options: MqarOptions, rows: list[Row]) -> list[Row]:
+        """See `Study`: the learning rate and step size that are best on validation sequences."""
+        return best_of(rows, ("learning_rate", "max_step_size"), "validation")
+
+    def notes(self, options: MqarOptions) -> str:
+        """See `Study`."""
+        pairs = ", ".join(f"{task.num_pairs} pairs in {task.length} tokens" for task in tasks(options))
+        chance = ", ".join(f"{1 / task.num_pairs:.2f}" for task in tasks(options))
+        rates = f"the best of {len(options.learning_rates)} learning rates on validation"
+        return (
+            f"{pairs} of {options.vocab_size}, {'random tokens' if options.random_fill else 'blanks'} between queries, "
+            f"{options.steps} steps of {options.batch_size}"
+            f"{', ' + rates if len(options.learning_rates) > 1 else ''}; chance is {chance}"
+        )
+
+    def draw(self, options: MqarOptions, rows: list[Row], file: Path, note: str) -> None:
+        """See `Study`: accuracy against state size, a line per preset and block, bars over the seeds; a panel per task.
+
+        What has models that were not finite says so in the legend.
+        """
+        from matplotlib import colormaps
+
+        colors, markers = colormaps["tab10"].colors, "osD^vP"
+        every = tasks(options)
+        with plots.panels(file, len(every), 4 + 5 * len(every), 5.5, note=note) as panels:
+            for axes, task in zip(panels, every, strict=True):
+                place = (task.num_pairs, task.length)
+                here = lines([row for row in rows if (row.labels["pairs"], row.labels["length"]) == place])
+                for number, (name, line) in enumerate(here.items()):
+                    spreads = [row.spread("accuracy") for row in line]
+                    means = [s.mean for s in spreads]
+                    spans = np.array([[max(s.mean - s.least, 0), max(s.most - s.mean, 0)] for s in spreads])
+                    broken = sum(row.not_finite + row.failed for row in line)
+                    axes.errorbar(
+                        [row.state_floats[0] for row in line], means, spans.T, capsize=3, markersize=6,
+                        color=colors[number % len(colors)],
+                        marker=markers[number // len(colors) * 3 % 6 + number % 3],
+                        linestyle="-" if number < len(colors) else "--",
+                        label=name + f" ({broken} not finite)" * bool(broken),
+                    )  # fmt: skip
+                axes.axhline(1 / task.num_pairs, color="gray", linestyle=":", label="a value at random")
+                axes.set_xscale("log", base=2)
+                axes.set(xlabel="state of a layer, floats", ylabel="unseen queries answered right", ylim=(0, 1.03))
+                axes.set_title(f"multi-query recall, {task.num_pairs} pairs in {task.length}")
+            handles, names = panels[0].get_legend_handles_labels()
+            panels[0].figure.legend(handles, names, loc="outside right upper", fontsize="small")
+
+
+def tasks(options: MqarOptions) -> list[Recall]:
+    """One task for each length and number of pairs."""
+    return [
+        Recall(
+            steps=options.steps, batch_size=options.batch_size, num_pairs=pairs, length=length,
+            vocab_size=options.vocab_size, random_fill=options.random_fill,
+            validation_sequences=options.validation_sequences, test_sequences=options.test_sequences,
+        )
+        for length, pairs in zip(options.sequence_lengths, options.num_pairs, strict=True)
+    ]  # fmt: skip
+
+
+def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], ModelConfig]]:
+    """The labels and configuration of every kind of model of a width."""
+    for block, preset in itertools.product(dict.fromkeys(options.blocks), dict.fromkeys(options.presets)):
+        attends, bounded = preset == ATTENTION, models.bounded(preset)
+        if attends and block != options.blocks[0]:
+            continue
+        sizes = (options.max_step_sizes or (options.memory.max_step_size,)) if bounded else (None,)
+        head_dims = options.head_dims if not attends else (max(options.head_dims),)
+        for head_dim, size in itertools.product(dict.fromkeys(head_dims), dict.fromkeys(sizes)):
+            memory = options.memory if size is None else dataclasses.replace(options.memory, max_step_size=size)
+            model = models.small_model(preset, block, dim, options.depth, head_dim, memory)
+            model = dataclasses.replace(model, segment=options.segment, window=options.segment)
+            yield {
+                "preset": preset, "block": "" if attends else block, "dim": dim, "head_dim": head_dim,
+                "max_step_size": size,
+            }, model  # fmt: skip
+
+
+def lines(rows: list[Row]) -> dict[str, list[Row]]:
+    """What the plot draws of each preset and block: the rows with an accuracy, from the smallest state."""
+    several = len({row.labels["block"] for row in rows} - {""}) > 1
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.state_floats[0]):
+        if row.spread("accuracy").count:
+            found.setdefault(line_name(row, several), []).append(row)
+    names = dict.fromkeys(line_name(row, several) for row in rows)
+    return {name: found[name] for name in names if name in found}
+
+
+def line_name(row: Row, with_block: bool) -> str:
+    """The preset, and the block where there are several."""
+    block = row.labels["block"]
+    return f"{row.labels['preset']} {block}" if with_block and block else row.labels["preset"]
