@@ -1,7 +1,7 @@
 """The configuration of one experiment: its fields, what is refused, the command line, and the papers' settings."""
 
 from titans_jax.config.extensions import import_extensions, import_file
-from titans_jax.config.rules import gate_choices, memory_rule, registered, step_size_bound
+from titans_jax.config.rules import gate_choices, memory_rule, read_call, registered, step_size_bound
 from titans_jax.config.schema import (
     Config,
     ConfigError,
@@ -40,6 +40,7 @@ __all__ = [
     "import_file",
     "leaves",
     "memory_rule",
+    "read_call",
     "registered",
     "step_size_bound",
     "to_dict",

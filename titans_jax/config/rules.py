@@ -86,7 +86,7 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     for field, registry in (("architecture", ARCHITECTURES), ("bias", BIASES), ("retention", RETENTIONS)):
         said = getattr(config, field)
         if said is not None:
-            name, arguments = _read_call(f"model.memory.{field}", said)
+            name, arguments = read_call(f"model.memory.{field}", said)
             part = registered(registry, f"model.memory.{field}", name)
             _check_arguments(f"model.memory.{field}", said, part, arguments)
             choices[field] = _make(part, config, arguments)
@@ -112,7 +112,7 @@ def _make(make: Callable[..., Any], config: MemoryConfig, said: Mapping[str, Any
     return make(**{name: getattr(config, name) for name in names} | dict(said or {}))
 
 
-def _read_call(field: str, said: str) -> tuple[str, dict[str, Any]]:
+def read_call(field: str, said: str) -> tuple[str, dict[str, Any]]:
     """The name and the arguments of "name" or "name(argument=value, ...)", values being literals.
 
     Raises:

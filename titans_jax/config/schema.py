@@ -85,11 +85,14 @@ class MemoryConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A language model: a pattern of blocks, cycled over the depth, between an embedding and a head."""
+    """A model: a pattern of blocks, cycled over the depth, between an embedding and a head."""
 
     pattern: tuple[str, ...] = ("mac",)
     """Blocks by name, repeated until `depth` of them exist. ("attention",) is Transformer++; ("lmm", "window") a memory
     and a sliding-window attention in turn."""
+    head: str = "language_model"
+    """What is read and said, by name, arguments in brackets: `language_model` predicts next tokens; studies train
+    others, such as `classifier(classes=3)` or `forecaster(horizon=96)`."""
     dim: int = 256
     """Width of the residual stream; equals num_heads * head_dim."""
     depth: int = 4

@@ -8,48 +8,25 @@
 The two are the same blocks: a call starts a sequence, `extend` starts where its state ends.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.nn import initializers
 
 from titans_jax import sharding
 from titans_jax.config import ModelConfig
 from titans_jax.layers import document_layout as layout
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_report import explained_share
-from titans_jax.layers.neural_memory import READS
-from titans_jax.layers.norms import RMSNorm
-from titans_jax.layers.projections import INIT_STDDEV, compute_dtype, param_dtype, projection
-from titans_jax.models.pattern import blocks_of, granularity
-
-NAMES = ("features", "reads", READS)
-"""Activations that layers name: queries, keys and values of attention and memory, and what these return."""
-
-REMAT_POLICIES = {
-    "full": jax.checkpoint_policies.save_only_these_names(READS),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "names": jax.checkpoint_policies.save_only_these_names(*NAMES),
-    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(NAMES),
-        offload_src="device",
-        offload_dst="pinned_host",
-    ),
-}
+from titans_jax.layers.projections import param_dtype, projection
+from titans_jax.models.loss import cross_entropy_sum
+from titans_jax.models.pattern import granularity
+from titans_jax.models.stack import TokenStack, register_head
 
 
-class Cycle(nnx.Module):
-    """The blocks of one round of the pattern."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.blocks = nnx.List([block(config, rngs=rngs) for block in blocks_of(config)])
-
-
-class LanguageModel(nnx.Module):
+@register_head()
+class LanguageModel(TokenStack):
     """Tokens in, logits of the next token out.
 
     Args:
@@ -58,21 +35,7 @@ class LanguageModel(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        table = sharding.logical(initializers.normal(INIT_STDDEV), "vocab", "embed")
-        self.embedding = nnx.Embed(
-            config.vocab_size,
-            config.dim,
-            dtype=compute_dtype(config),
-            param_dtype=param_dtype(config),
-            embedding_init=table,
-            rngs=rngs,
-        )
-        # Layers are stacked, so that one compiled body runs them all: every parameter gains a leading "layers" axis.
-        cycles = config.depth // len(config.pattern)
-        make = nnx.transform_metadata(lambda rngs: Cycle(config, rngs=rngs), in_axes=0, out_axes=0, partition="layers")
-        self.cycles = nnx.vmap(make)(rngs.split(cycles))
-        self.norm = RMSNorm(config, config.dim, rngs=rngs)
+        super().__init__(config, rngs=rngs)
         head = None if config.tie_embeddings else ("embed", "vocab")
         self.head = head and projection(config, config.dim, config.vocab_size, head, rngs=rngs)
 
@@ -120,22 +83,6 @@ class LanguageModel(nnx.Module):
             return logits
         return logits, _mean_reports(reports, documents)
 
-    def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
-        """The state before the first token: a pytree of arrays whose size does not grow with what is read.
-
-        Args:
-          batch_size: rows.
-          max_length: tokens to make room for; only "attention" blocks, whose cache is this long, need it.
-
-        Raises:
-          ValueError: the pattern has an "attention" block and max_length is None.
-        """
-
-        def one_cycle(cycle: Cycle) -> tuple:
-            return tuple(block.init_state(batch_size, max_length) for block in cycle.blocks)
-
-        return jax.vmap(one_cycle)(self.cycles)
-
     def extend(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         """Read further tokens: int32 [batch, time] -> logits [batch, time, vocab_size] and the state after them.
 
@@ -148,33 +95,14 @@ class LanguageModel(nnx.Module):
         x, state = self._blocks(self._embed(tokens), state, None, lambda states, _: states)
         return self._logits(x), state
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
-        return sharding.constrain(self.embedding(tokens), sharding.BATCH, None, None)
-
     def _logits(self, x: jax.Array) -> jax.Array:
         head = self.embedding.embedding[...].T if self.head is None else self.head.kernel[...]
         logits = jnp.matmul(self.norm(x), head.astype(x.dtype), preferred_element_type=param_dtype(self.config))
         return sharding.constrain(logits, sharding.BATCH, None, "tensor")
 
-    def _blocks(
-        self, x: jax.Array, states: Any, documents: Documents | None, select: Callable
-    ) -> tuple[jax.Array, Any]:
-        """Run all blocks. `select(states, reports)`, of the blocks of a cycle, is returned stacked over cycles."""
-
-        def one_cycle(x: jax.Array, cycle_and_states: tuple[Cycle, Any]) -> tuple[jax.Array, Any]:
-            cycle, states = cycle_and_states
-            after, reports = [], []
-            for number, block in enumerate(cycle.blocks):
-                x, state, report = block(x, None if states is None else states[number], documents)
-                x = sharding.constrain(x, sharding.BATCH, None, None)
-                after.append(state)
-                reports.append(report)
-            return x, select(tuple(after), tuple(reports))
-
-        if self.config.remat != "none":
-            policy = REMAT_POLICIES[self.config.remat]
-            one_cycle = jax.checkpoint(one_cycle, prevent_cse=False, policy=policy)
-        return jax.lax.scan(one_cycle, x, (self.cycles, states))
+    def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Summed cross entropy in nats of a batch's predicted targets, and how many there are, in the logits' dtype."""
+        return cross_entropy_sum(self(batch["tokens"], batch["segment_ids"]), batch["targets"])
 
 
 def _check_time(tokens: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a language model: summed cross entropy of its next tokens."""
+"""Losses: that of a model's head, and the summed cross entropy of classes or next tokens."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import optax
 from flax import nnx
 
 Batch = dict[str, jax.Array]
-"""{"tokens", "targets", "segment_ids"}, int32 [rows, time]; a target of -1 is not predicted."""
+"""{"tokens", "targets", "segment_ids"}: what a row holds, what is to be said of it, and which of it is a document. Of a
+language model int32 [rows, time], a target of -1 not predicted; of others as their head says, segment_ids None where
+there is no padding."""
 
 
 def loss_sum(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Summed cross entropy in nats of a batch's predicted targets, and how many there are.
-
-    Both are scalars of the logits' dtype.
-    """
-    logits = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"])
-    return cross_entropy_sum(logits, batch["targets"])
+    """The summed loss of a batch as the model's head has it, and what it is divided by: scalars."""
+    return nnx.merge(graphdef, params).loss_sum(batch)
 
 
 def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `loss_sum`, from logits [rows, time, vocab] and targets int32 [rows, time].
+    """Summed cross entropy in nats of the targets that are 0 or more, and how many there are, in the logits' dtype.
+
+    logits: [..., classes], targets: int32 [...].
 
     Raises AssertionError for targets of another shape, which would be broadcast to a wrong loss, or that are no
     integers.

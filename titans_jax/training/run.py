@@ -19,7 +19,8 @@ from flax import nnx
 from titans_jax import data
 from titans_jax.config import Config, ConfigError, ModelConfig, import_extensions
 from titans_jax.layers.feed_forward import HIDDEN_MULTIPLE
-from titans_jax.models import LanguageModel
+from titans_jax.models import LanguageModel, make_model
+from titans_jax.models.stack import LANGUAGE_MODEL
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
 from titans_jax.training.resume import TOKENIZER
 
@@ -95,7 +96,7 @@ def copy_tokenizer(config: Config, run_dir: Path) -> None:
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any]]:
     """Structure of a model, and the shapes and dtypes of its parameters; computes nothing."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: make_model(config, rngs=nnx.Rngs(0))))
     return graphdef, nnx.to_pure_dict(params)
 
 
@@ -107,15 +108,17 @@ def init_model(config: ModelConfig, seed: int) -> tuple[nnx.GraphDef, dict[str, 
 def make_init(config: ModelConfig) -> Callable[[jax.Array], dict[str, Any]]:
     """The compiled function from a random key, jax.random.key(seed), to a model's initial parameters."""
     # Compiled as one program: faster than hundreds of small ones, and sharded parameters are never whole anywhere.
-    return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(LanguageModel(config, rngs=nnx.Rngs(key)))))
+    return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(make_model(config, rngs=nnx.Rngs(key)))))
 
 
 def check_vocabulary(config: Config, tokenizer: data.Tokenizer) -> None:
-    """Refuse a model with fewer tokens than its tokenizer.
+    """Refuse a model that does not predict tokens, or has fewer of them than its tokenizer.
 
     Raises:
-      ConfigError: names both sizes.
+      ConfigError: names the head, or both sizes.
     """
+    if config.model.head != LANGUAGE_MODEL:
+        raise ConfigError(f"model.head is {config.model.head!r}; use {LANGUAGE_MODEL} for text: others are for studies")
     if config.model.vocab_size < tokenizer.vocab_size:
         works = -(-tokenizer.vocab_size // 64) * 64
         raise ConfigError(
