@@ -2,9 +2,12 @@
 optimizer's state lies. One process with eight devices for all, because their number is fixed when JAX starts.
 """
 
+import os
+
 import pytest
 
 from tests import child
+from titans_jax import sharding
 
 PROGRAM = """
 import dataclasses, functools
@@ -65,3 +68,14 @@ check(runs["offload"], runs["full"])
 @pytest.mark.slow
 def test_meshes_and_remat_policies_agree():
     child.run(PROGRAM)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")
+def test_a_process_that_may_use_one_core_has_one_device():
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert sharding.cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert sharding.cores() == len(allowed)

@@ -42,7 +42,12 @@ def use_cores(rows: int) -> None:
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or jax.distributed.is_initialized():
         return
     with contextlib.suppress(RuntimeError):  # jax has started
-        jax.config.update("jax_num_cpu_devices", math.gcd(rows, os.cpu_count() or 1))
+        jax.config.update("jax_num_cpu_devices", math.gcd(rows, cores()))
+
+
+def cores() -> int:
+    """How many cores this process may run on: a container or a job scheduler may leave it fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> str:
