@@ -1,6 +1,7 @@
 """What every test runs under: the CPU, strict dtype and rank promotion."""
 
 import fnmatch
+import hashlib
 import os
 from pathlib import Path
 
@@ -20,13 +21,26 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 MOST_MAPS = 20_000
 
 
+# Of a test's slow parameters, so many are run by default; the rest, full products of forms, rules and blocks, take an
+# hour and are for `pytest -m exhaustive`.
+MOST_SLOW_PARAMETERS = 3
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """`slow_but_for("a", "b-c")` is slow for all parameters but those whose ids match one of these."""
+    slow = {}
     for item in items:
         for mark in item.iter_markers("slow_but_for"):
             if not any(fnmatch.fnmatchcase(item.callspec.id, pattern) for pattern in mark.args):
                 item.add_marker("slow")
+        if item.get_closest_marker("slow") and hasattr(item, "callspec"):
+            slow.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for parameters in slow.values():
+        # Which ones differs from test to test, so that together they meet every form, rule and block.
+        parameters.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        for item in parameters[MOST_SLOW_PARAMETERS:]:
+            item.add_marker("exhaustive")
 
 
 @pytest.fixture(autouse=True, scope="module")
