@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -172,6 +173,17 @@ def test_help_is_at_hand_and_light(capsys):
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.endswith("set()\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes end otherwise")
+def test_a_reader_that_has_enough_is_no_mistake():
+    """`titans configs | head -1`: nothing is said when the other end of the pipe closes."""
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys; from titans_jax import cli; sys.argv[1:] = ['--help']; cli.run()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert process.communicate()[1] == b"" and process.returncode == 141
 
 
 def printed(capsys, *arguments: str) -> str:

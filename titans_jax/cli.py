@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         COMMANDS[command](rest)
     except TitansError as error:
         return _fail(error.exit_code, str(error))
+    except BrokenPipeError:
+        raise  # no mistake: see `run`
     except OSError as error:
         return _fail(1, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
     except MemoryError as error:
@@ -83,9 +85,13 @@ def run() -> None:
             hook(found)
 
     sys.unraisablehook = without_late_writes
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        code = main()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        # Whoever read the output, such as `head`, has enough; Python would say so once more at its end.
+        os._exit(141)
     if code:
         os._exit(code)
 
