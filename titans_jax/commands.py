@@ -104,7 +104,10 @@ class EvaluateOptions:
     text: Path | None = None
     """positions, niah, ruler: the file to read; None reads the run's validation documents, one after another."""
     samples: int | None = None
-    """niah, ruler: questions of every task and length; None asks 500."""
+    """niah, ruler, babilong: questions of every task and length; None asks as many as the protocol. lm-eval's tasks:
+    documents of each; None reads all."""
+    data: Path = Path("data")
+    """The folder of the data sets of tasks that read any; `titans data list` says what is there."""
     json: bool = False
     """Print one JSON object instead of lines."""
 
@@ -116,12 +119,13 @@ def evaluate(arguments: list[str]) -> None:
     options = parse("titans evaluate", EvaluateOptions, arguments)
     _check_numbers(options)
     _cache_compilations()
-    from titans_jax.config import registered
-    from titans_jax.evaluation import EVALUATORS, EvaluationOptions
+    from titans_jax import sharding
+    from titans_jax.evaluation import EvaluationOptions, evaluators_of, measure
     from titans_jax.models import has_memory, without_writes
 
+    sharding.use_cores(EVALUATION_ROWS)
     run = _load_run(options.run)
-    evaluators = {task: registered(EVALUATORS, "tasks", task) for task in options.tasks}
+    evaluators = evaluators_of(options.tasks)
     if options.memory == "off":
         if not has_memory(run.config.model):
             raise ConfigError(
@@ -129,11 +133,10 @@ def evaluate(arguments: list[str]) -> None:
                 f"{run.config.model.pattern!r}); use on"
             )
         run = dataclasses.replace(run, graphdef=without_writes(run.graphdef))
-    asked = EvaluationOptions(options.batches, options.memory, options.length, options.text, options.samples)
-    numbers: dict[str, Any] = {"step": run.step}
-    for task, measure in evaluators.items():
-        prefix = f"{task}/" if len(evaluators) > 1 else ""
-        numbers |= {prefix + name: value for name, value in measure(run, asked).items()}
+    asked = EvaluationOptions(
+        options.batches, options.memory, options.length, options.text, options.samples, options.data
+    )
+    numbers = {"step": run.step} | measure(run, evaluators, asked)
     print(json.dumps(numbers)) if options.json else _print_numbers(numbers)
 
 
@@ -143,7 +146,7 @@ def _list_evaluators() -> None:
 
     for name, evaluator in EVALUATORS.items():
         what = " ".join((evaluator.__doc__ or "").split("\n\n")[0].split())
-        print(f"{name:12} {what}")
+        print(f"{name:16} {what}")
 
 
 def _print_numbers(numbers: dict[str, Any]) -> None:
@@ -161,7 +164,9 @@ def _print_numbers(numbers: dict[str, Any]) -> None:
         for column in value[0]:
             table.add_column(column.replace("_", " "), justify="right")
         for row in value:
-            table.add_row(*(f"{x:,}" if isinstance(x, int) else f"{x:,.4f}" for x in row.values()))
+            table.add_row(
+                *(f"{x:,.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row.values())
+            )
         Console().print(table)
 
 
@@ -314,6 +319,9 @@ def configs(arguments: list[str]) -> None:
         )
     Console().print(table)
 
+
+EVALUATION_ROWS = 64
+"""Rows of a batch of an evaluation, at most."""
 
 BENCHMARKS = ("memory", "train", "schedule")
 

@@ -57,7 +57,7 @@ def test_a_carried_state_reads_a_row_at_once_and_an_empty_one_reads_windows(tmp_
 
 def test_one_function_is_compiled_for_both_states_and_any_length(tmp_path, monkeypatch):
     traced, extend = [], LanguageModel.extend
-    monkeypatch.setattr(LanguageModel, "extend", lambda *inputs: traced.append(1) or extend(*inputs))
+    monkeypatch.setattr(LanguageModel, "extend", lambda *inputs, **how: traced.append(1) or extend(*inputs, **how))
     run = run_of(tmp_path, "lmm")
     reader = positions.LongReader(run.graphdef)
     for length in (3, 6):

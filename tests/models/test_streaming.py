@@ -44,6 +44,22 @@ def test_prompt_then_tokens_equals_the_whole(kind):
             assert_same(read_in_pieces(model, tokens, [prompt]), whole, 1e-9)
 
 
+@pytest.mark.slow_but_for("window")
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_windows_of_whole_segments_known_to_be_that_equal_the_whole(kind):
+    """Two windows and a half one; the state is one that any call goes on from, without another compilation."""
+    read = jax.jit(lambda model, tokens, state: model.extend(tokens, state, closed=True))
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config(kind)), small.tokens(time=24)
+        whole, state, logits = small.forward(model, tokens), small.init_state(model, 2), []
+        for start in (0, 8, 16):
+            piece, state = read(model, tokens[:, start : start + 8 - (start == 16) * 3], state)
+            logits.append(piece)
+        last, _ = small.extend(model, tokens[:, 21:], state)
+        assert_same(jnp.concatenate([*logits, last], axis=1), whole, 1e-9)
+        assert read._cache_size() == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_pieces_from_the_middle_of_a_chunk_equal_the_whole(kind):

@@ -8,6 +8,8 @@ from titans_jax.evaluation.evaluators import (
     Numbers,
     register_evaluator,
 )
+from titans_jax.evaluation.harness import HarnessTask
+from titans_jax.evaluation.measure import evaluators_of, measure
 from titans_jax.evaluation.niah import Answer
 from titans_jax.evaluation.perplexity import Evaluation, evaluate, evaluate_run
 from titans_jax.evaluation.positions import Bucket
@@ -20,8 +22,11 @@ __all__ = [
     "EvaluationError",
     "EvaluationOptions",
     "Evaluator",
+    "HarnessTask",
     "Numbers",
     "evaluate",
     "evaluate_run",
+    "evaluators_of",
+    "measure",
     "register_evaluator",
 ]

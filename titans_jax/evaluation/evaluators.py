@@ -8,11 +8,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from titans_jax import sharding
 from titans_jax.errors import TitansError
 from titans_jax.registry import Registry
 
@@ -38,10 +44,12 @@ class EvaluationOptions:
     text: Path | None = None
     """The long text; None is the run's validation documents, one after another."""
     samples: int | None = None
-    """Questions of each kind and length; None is what the task's protocol says."""
+    """Questions of each kind and length, or documents; None is what the task's protocol says."""
+    data: Path = Path("data")
+    """The folder of the data sets of tasks that read any, laid out as `titans_jax.data.sets` has them."""
 
 
-Numbers = dict[str, "float | list[dict[str, float]]"]
+Numbers = dict[str, "float | list[dict[str, float | str]]"]
 """Results by name: a number, or the rows of a table, each with the same keys."""
 
 Evaluator = Callable[["Run", EvaluationOptions], Numbers]
@@ -51,3 +59,15 @@ EVALUATORS: Registry[Evaluator] = Registry("evaluator")
 """Evaluators by name."""
 
 register_evaluator: Callable[..., Callable[[Evaluator], Evaluator]] = EVALUATORS.register
+
+
+@contextlib.contextmanager
+def on_all_devices(run: Run) -> Iterator[Run]:
+    """The run with its parameters on every device of this process, and, inside the `with` block, rows of batches shared
+    out over them; the run as it is where there is one device."""
+    if jax.device_count() == 1:
+        yield run
+        return
+    mesh = sharding.make_mesh()
+    with sharding.use_mesh(mesh):
+        yield dataclasses.replace(run, params=jax.device_put(run.params, NamedSharding(mesh, PartitionSpec())))

@@ -24,6 +24,7 @@ from titans_jax import data
 from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.evaluation.perplexity import count_bytes
+from titans_jax.models import granularity
 from titans_jax.plots import figure, save_csv, save_json
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def positions(run: "Run", options: EvaluationOptions) -> Numbers:
     """
     window = run.config.data.sequence_length
     rows = long_rows(read_stream(run, options.text), options.length, window)
-    reader, states = LongReader(run.graphdef), (True,) if options.memory == "fresh" else (False, True)
+    closed = window % granularity(run.config.model) == 0
+    reader, states = LongReader(run.graphdef, closed=closed), (True,) if options.memory == "fresh" else (False, True)
     nats = [reader.loss_by_position(run.params, rows, window, fresh=fresh) for fresh in states]
     buckets = [
         _bucket(first, last, [loss[first : last + 1].sum() for loss in nats], rows, run.tokenizer)
@@ -113,12 +115,14 @@ def long_rows(stream: np.ndarray, length: int, window: int) -> np.ndarray:
 class LongReader:
     """Reads long rows window by window, in one compiled function for all windows and all models of a structure."""
 
-    def __init__(self, graphdef: nnx.GraphDef):
+    def __init__(self, graphdef: nnx.GraphDef, *, closed: bool = False):
+        """closed: windows are whole chunks, see `LanguageModel.extend`."""
+
         def empty(params: Any, rows: int, length: int) -> Any:
             return nnx.merge(graphdef, params).init_state(rows, length)
 
         def read(params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
-            logits, state = nnx.merge(graphdef, params).extend(tokens, state)
+            logits, state = nnx.merge(graphdef, params).extend(tokens, state, closed=closed)
             return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets), axis=0), state
 
         self._empty, self._read = jax.jit(empty, static_argnums=(1, 2)), jax.jit(read)

@@ -9,6 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
+
+from titans_jax import sharding
+
+FREE = PartitionSpec.UNCONSTRAINED
+"""A dimension whose place on the mesh the compiler chooses."""
 
 
 class RowStates:
@@ -43,16 +49,35 @@ class RowStates:
             leaf if axis is None else jnp.take(leaf, rows, axis=axis)
             for leaf, axis in zip(jax.tree.leaves(state), self._batch_axes(params), strict=True)
         ]
+        return self.spread(params, jax.tree.unflatten(jax.tree.structure(state), parts))
+
+    def spread(self, params: Any, state: Any) -> Any:
+        """The state with its rows shared out over the devices of the mesh, where one is set and they divide them.
+
+        For use inside a jit, whose results would else lie as the compiler likes, and be compiled for once more.
+        """
+        axes = self._batch_axes(params)
+
+        def place(leaf: jax.Array, axis: int | None) -> jax.Array:
+            if axis is None:
+                return sharding.constrain(leaf, *[None] * leaf.ndim)
+            rows = sharding.batch_axes(leaf.shape[axis])
+            return sharding.constrain(leaf, *[rows if number == axis else FREE for number in range(leaf.ndim)])
+
+        parts = [place(leaf, axis) for leaf, axis in zip(jax.tree.leaves(state), axes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(state), parts)
 
     def _empty(self, params: Any, rows: int, length: int) -> Any:
+        return self.spread(params, self._init(params, rows, length))
+
+    def _init(self, params: Any, rows: int, length: int) -> Any:
         return nnx.merge(self._graphdef, params).init_state(rows, length)
 
     def _batch_axes(self, params: Any) -> list[int | None]:
         """The axis of every leaf of a state that counts rows, None where it has none."""
         if self._axes is None:
             two, three = (
-                jax.tree.leaves(jax.eval_shape(lambda params, n=n: self._empty(params, n, 8), params)) for n in (2, 3)
+                jax.tree.leaves(jax.eval_shape(lambda params, n=n: self._init(params, n, 8), params)) for n in (2, 3)
             )
             self._axes = [
                 next((axis for axis, size in enumerate(one.shape) if size != other.shape[axis]), None)

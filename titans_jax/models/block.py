@@ -11,6 +11,7 @@ A model is a pattern of blocks cycled over its depth (`titans_jax.models.languag
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from flax import nnx
 
 from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.document_layout import Documents
+from titans_jax.memory import MemoryState
 from titans_jax.registry import Registry
 
 
@@ -61,6 +63,14 @@ class Block(nnx.Module):
         Raises ValueError where the block needs max_length and it is None.
         """
         raise NotImplementedError
+
+    @staticmethod
+    def closed(state: Any) -> Any:
+        """The same state, of a multiple of `granularity(config)` tokens, as one that is known to be that before
+        compilation: unless a block says otherwise, its memories are at a chunk's start."""
+        is_memory = lambda node: isinstance(node, MemoryState)  # noqa: E731
+        start = lambda node: dataclasses.replace(node, position=0) if is_memory(node) else node  # noqa: E731
+        return jax.tree.map(start, state, is_leaf=is_memory)
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, time: int) -> float:

@@ -83,17 +83,21 @@ class LanguageModel(TokenStack):
             return logits
         return logits, _mean_reports(reports, documents)
 
-    def extend(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def extend(self, tokens: jax.Array, state: Any, *, closed: bool = False) -> tuple[jax.Array, Any]:
         """Read further tokens: int32 [batch, time] -> logits [batch, time, vocab_size] and the state after them.
 
         Any split of a sequence into calls gives the logits of one call on all of it, to rounding.
+
+        Args:
+          closed: the state has read a multiple of `granularity(config)` tokens. To know it spares the work for a chunk
+            that might be open, and half of the compilation; where it is not so, the numbers are wrong.
 
         Raises:
           ValueError: tokens hold no time step.
         """
         _check_time(tokens)
-        x, state = self._blocks(self._embed(tokens), state, None, lambda states, _: states)
-        return self._logits(x), state
+        x, after = self._blocks(self._embed(tokens), state, None, lambda states, _: states, closed)
+        return self._logits(x), jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, state)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         head = self.embedding.embedding[...].T if self.head is None else self.head.kernel[...]

@@ -109,6 +109,8 @@ class MAC(Block):
         """See `Block`."""
         if state is None:
             y, reads, state, report = self._segments(x, self.init_state(x.shape[0]), documents)
+        elif isinstance(state.index, int):
+            y, reads, state, report = self._segments(x, state)
         elif x.shape[1] == 1:
             y, reads, state, report = self._token(x, state)
         else:
@@ -125,6 +127,11 @@ class MAC(Block):
         start = start._replace(memory=dataclasses.replace(start.memory, position=None))
         prefix = self.attention.prefix(self.persistent())
         return self._open_segment(*broadcast((start, start.tails["query"], prefix), batch))
+
+    @staticmethod
+    def closed(state: MACState) -> MACState:
+        """See `Block`: at a segment's start."""
+        return state._replace(index=0)
 
     @staticmethod
     def forward_flops(config: ModelConfig, time: int) -> float:

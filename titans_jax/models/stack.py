@@ -93,7 +93,7 @@ class BlockStack(nnx.Module):
         return jax.vmap(one_cycle)(self.cycles)
 
     def _blocks(
-        self, x: jax.Array, states: Any, documents: Documents | None, select: Callable
+        self, x: jax.Array, states: Any, documents: Documents | None, select: Callable, closed: bool = False
     ) -> tuple[jax.Array, Any]:
         """Run all blocks. `select(states, reports)`, of the blocks of a cycle, is returned stacked over cycles."""
 
@@ -101,7 +101,8 @@ class BlockStack(nnx.Module):
             cycle, states = cycle_and_states
             after, reports = [], []
             for number, block in enumerate(cycle.blocks):
-                x, state, report = block(x, None if states is None else states[number], documents)
+                state = None if states is None else states[number]
+                x, state, report = block(x, block.closed(state) if closed else state, documents)
                 x = sharding.constrain(x, sharding.BATCH, None, None)
                 after.append(state)
                 reports.append(report)

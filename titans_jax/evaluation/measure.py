@@ -1,0 +1,71 @@
+"""Measuring: tasks one after another, each result kept as soon as it is there.
+
+`evaluations.jsonl` in a run's folder has a line for every task that was ever measured: the checkpoint's step, what was
+asked, and the numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titans_jax.config import registered
+from titans_jax.evaluation.evaluators import EVALUATORS, EvaluationOptions, Evaluator, Numbers, on_all_devices
+
+if TYPE_CHECKING:
+    from titans_jax.training import Run
+
+HISTORY = "evaluations.jsonl"
+
+
+def evaluators_of(tasks: Iterable[str]) -> dict[str, Evaluator]:
+    """The evaluators with these names.
+
+    Raises:
+      ConfigError: there is none of such a name.
+    """
+    return {task: registered(EVALUATORS, "tasks", task) for task in tasks}
+
+
+def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOptions) -> Numbers:
+    """The results of all evaluators, with the task in front of their names where there are several.
+
+    Each is appended to `evaluations.jsonl` before the next begins. Runs on all devices of this process.
+    """
+    numbers: Numbers = {}
+    with on_all_devices(run) as spread:
+        for task, evaluator in evaluators.items():
+            start = time.perf_counter()
+            found = evaluator(spread, options)
+            remember(run, task, options, found, time.perf_counter() - start)
+            prefix = f"{task}/" if len(evaluators) > 1 else ""
+            numbers |= {prefix + name: value for name, value in found.items()}
+    return numbers
+
+
+def remember(run: Run, task: str, options: EvaluationOptions, numbers: Numbers, seconds: float) -> None:
+    """Append one task's results to the run's `evaluations.jsonl`; numbers that are not finite are null."""
+    asked = {
+        f.name: value
+        for f in dataclasses.fields(options)
+        if (value := getattr(options, f.name)) != f.default and value is not None
+    }
+    line = {"step": run.step, "task": task, "options": asked, "seconds": round(seconds, 1), "results": numbers}
+    run.folder.mkdir(parents=True, exist_ok=True)
+    with (run.folder / HISTORY).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_plain(line)) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
