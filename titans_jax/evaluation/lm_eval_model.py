@@ -65,7 +65,7 @@ class TitansLM(TemplateLM):
         return self.run.tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of every (context, continuation): nats, summed, and whether each token is the likeliest; -inf for an empty
+        """Nats of every (context, continuation), summed, and whether each token is the likeliest; -inf for an empty
         continuation, which would else be the likeliest of all.
 
         Raises:
@@ -89,7 +89,7 @@ class TitansLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of every text, all of its tokens: nats, summed.
+        """Nats of all tokens of every text, summed.
 
         Raises:
           NotFiniteLogits: the model says nothing.

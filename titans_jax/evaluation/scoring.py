@@ -156,7 +156,7 @@ class Scorer:
         return self._states.empty(self._params, rows, -(-(length + self.window) // CACHE_MULTIPLE) * CACHE_MULTIPLE)
 
     def _read_window(self, params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Any, ...]:
-        """Of [rows, time] tokens: nats of the targets float32, whether they are the likeliest and whether logits are
+        """Nats of the targets float32, whether they are the likeliest and whether logits are
         finite, [rows, time] each; and the next state."""
         logits, state = nnx.merge(self._graphdef, params).extend(tokens, state, closed=True)
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
