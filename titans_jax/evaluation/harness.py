@@ -251,7 +251,7 @@ def run_task(model: Any, name: str, documents: list[dict[str, Any]], limit: int 
 
 @functools.cache
 def _task_manager() -> Any:
-    """Of the tasks' folders alone: to look through all of the harness's takes seconds."""
+    """It knows the folders of our tasks alone: to look through all of the harness takes seconds."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
