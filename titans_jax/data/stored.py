@@ -13,9 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,8 +213,6 @@ class StoredRows(Sequence[Batch]):
     """
 
     def __init__(self, index: Index, split: Split, process: int = 0, processes: int = 1):
-        from array_record.python.array_record_data_source import ArrayRecordDataSource
-
         shards = index.splits[split]
         if is_local(index.folder):
             files = [Path(os.fspath(index.folder)) / shard.file for shard in shards]
@@ -221,23 +222,35 @@ class StoredRows(Sequence[Batch]):
                 files = list(pool.map(lambda shard: _copied(index.folder, shard), shards))
         self._sequence_length = index.settings["sequence_length"]
         self._dtype = np.dtype("<u2" if index.settings["tokenizer"]["vocab_size"] <= 1 << 16 else "<i4")
-        # "[0:n]" saves opening every file now to ask how many records it has.
-        names = [f"{file}[0:{shard.rows}]" for file, shard in zip(files, shards, strict=True) if shard.rows]
-        self._records = ArrayRecordDataSource(names) if names else []
+        self._files, self._ends = files, list(accumulate(shard.rows for shard in shards))
+        self._readers: dict[int, Any] = {}
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        place = index - (self._ends[number - 1] if number else 0)
         try:
-            record = self._records[index]
-        except (RuntimeError, ValueError, OSError) as error:
-            raise DataError(
-                f"row {index} of the prepared data cannot be read ({str(error)[:200]}): prepare it again"
-            ) from error
+            # Not through ArrayRecord's data source, whose reading of one record costs fifty times as much.
+            with self._lock:
+                reader = self._reader(number)
+                reader.seek(place)
+                record = reader.read()
+        except (RuntimeError, ValueError, OSError, IndexError) as error:
+            raise DataError(f"{self._files[number]}, row {place}, cannot be read ({str(error)[:200]})") from error
         return decode_row(record, self._dtype, self._sequence_length)
+
+    def _reader(self, number: int) -> Any:
+        if number not in self._readers:
+            from array_record.python.array_record_module import ArrayRecordReader
+
+            options = "readahead_buffer_size:0,max_parallelism:0"
+            self._readers[number] = ArrayRecordReader(str(self._files[number]), options, file_reader_buffer_size=4096)
+        return self._readers[number]
 
 
 def _check(files: Sequence[Path], shards: Sequence[Shard], chosen: Sequence[int]) -> None:
