@@ -15,6 +15,7 @@ import titans_jax
 from titans_jax import cli, commands
 from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, leaves
 from titans_jax.config.command_line import parse
+from titans_jax.inference.command import GenerateOptions
 from titans_jax.memory.rule.presets import PRESETS
 
 SMALL = """
@@ -81,7 +82,7 @@ def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys,
 @pytest.mark.parametrize(
     "arguments, code, message",
     [
-        (["fly"], 2, "there is no command fly; use train, generate, evaluate"),
+        (["fly"], 2, "there is no command fly; use train, generate, read, evaluate"),
         (
             ["train", "nothing"],
             2,
@@ -158,12 +159,12 @@ def test_the_version_is_told(capsys):
 
 @pytest.mark.parametrize("words", [["--prompt", "-x"], ["--prompt=-x"], ["--prompt", "-x", "--seed", "0"]])
 def test_a_text_may_begin_with_a_hyphen(words):
-    assert parse("x", commands.GenerateOptions, ["run", *words]).prompt == "-x"
+    assert parse("x", GenerateOptions, ["run", *words]).prompt == "-x"
 
 
 def test_a_text_that_is_left_out_is_not_the_next_field():
     with pytest.raises(ConfigError, match="prompt has no value; use text"):
-        parse("x", commands.GenerateOptions, ["run", "--prompt", "--seed", "1"])
+        parse("x", GenerateOptions, ["run", "--prompt", "--seed", "1"])
 
 
 def test_help_is_at_hand_and_light(capsys):

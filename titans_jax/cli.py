@@ -1,4 +1,4 @@
-"""The command line: titans train | generate | evaluate | compile | data | models | configs | bench | study.
+"""The command line: titans train | generate | read | evaluate | export | compile | data | models | configs | bench ...
 
 The commands are in `titans_jax.commands`, which `titans --help` answers without. A mistake that a person can solve ends
 in one sentence and exit code 2, a run that cannot go on in one sentence and exit code 1; neither in a traceback.
@@ -14,8 +14,12 @@ from titans_jax.errors import TitansError
 USAGE = """usage: titans COMMAND ...
 
   train CONFIG [--field value ...]   train a model; the same command goes on with a run that was stopped
+  train CONFIG --dry-run             what it would be: parameters, tokens, memory, time; writes nothing
+  runs [FOLDER]                      the runs in a folder compared: a table, and their losses in one picture
   generate RUN [--prompt TEXT ...]   continue a text with a trained model
+  read RUN TEXT ... [--memory FILE]  read texts of any length into a memory that is kept, for generate --memory
   evaluate RUN [TASK ...] [--json]   measure a trained model: perplexity on held-out text, or the tasks named
+  export RUN --output FOLDER         its weights as safetensors, with tensors by name, tokenizer and model card
   compile CONFIG [--topology ...]    does it fit a TPU slice, and what does a step cost there; needs no TPU
   data CONFIG [--field value ...]    what a configuration's data holds, and one row of it
   data prepare CONFIG --output DIR   tokenize it once, into rows on disk that every start and process reads from

@@ -32,54 +32,50 @@ SomeConfig = TypeVar("SomeConfig", bound=Config)
 
 
 def train(arguments: list[str]) -> None:
-    """titans train CONFIG [--field value ...]"""
-    name, config = configuration("titans train", arguments)
+    """titans train CONFIG [--dry-run] [--field value ...]"""
+    dry = "--dry-run" in arguments
+    name, config = configuration("titans train", [each for each in arguments if each != "--dry-run"])
     _cache_compilations()
     from titans_jax import sharding
     from titans_jax.sharding import processes
-    from titans_jax.training import train
+    from titans_jax.training import dry_run, train
 
     processes.start(config.processes)
     if config.mesh == MeshConfig():
         sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
     _quieten()
+    if dry:
+        return dry_run(config)
     train(config, Path(config.training.run_dir or f"runs/{name}"))
-
-
-@dataclass(frozen=True)
-class GenerateOptions:
-    """Continue a text with a trained model; the text streams to the terminal."""
-
-    run: Positional[Path]
-    """The folder that training wrote."""
-    prompt: str = ""
-    """Text to continue; empty begins a document."""
-    max_tokens: int = 512
-    """Tokens to write at most; the model may end the document before."""
-    temperature: float = 0.8
-    """Divides the logits; 0 always takes the most likely token."""
-    top_k: int | None = None
-    """Draw from the k most likely tokens only."""
-    top_p: float | None = None
-    """Draw from the fewest most likely tokens whose probabilities reach p."""
-    seed: int = 0
-    """The same seed gives the same text."""
 
 
 def generate(arguments: list[str]) -> None:
     """titans generate RUN [--prompt TEXT ...]"""
-    options = parse("titans generate", GenerateOptions, arguments)
+    from titans_jax.inference import Sampling, command
+
+    options = parse("titans generate", command.GenerateOptions, arguments)
     _check_numbers(options, max_tokens=0, seed=0)
     _cache_compilations()
-    from titans_jax.inference import Generator, Sampling
+    drawing = (options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty)
+    sampling = Sampling(*drawing)  # refuses before the run is read
+    command.generate(options, _load_run(options.run), sampling)
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    run = _load_run(options.run)
-    generator = Generator(run.graphdef, run.tokenizer, sampling)
-    print(options.prompt, end="", flush=True)
-    for text in generator.stream(run.params, options.prompt, options.max_tokens, options.seed):
-        print(text, end="", flush=True)
-    print()
+
+def read(arguments: list[str]) -> None:
+    """titans read RUN TEXT ... [--memory FILE]"""
+    from titans_jax.inference import command
+
+    options = parse("titans read", command.ReadOptions, arguments)
+    _cache_compilations()
+    command.read(options, _load_run(options.run))
+
+
+def export(arguments: list[str]) -> None:
+    """titans export RUN --output FOLDER [--format safetensors|orbax]"""
+    from titans_jax.training import export
+
+    options = parse("titans export", export.ExportOptions, arguments)
+    export.main(options, _load_run(options.run))
 
 
 @dataclass(frozen=True)
@@ -357,9 +353,16 @@ def study(arguments: list[str]) -> None:
     run.run(plan)
 
 
+def runs(arguments: list[str]) -> None:
+    """titans runs [FOLDER]"""
+    from titans_jax.training import runs
+
+    runs.compare_runs(parse("titans runs", runs.RunsOptions, arguments).folder)
+
+
 COMMANDS = {
-    "train": train, "generate": generate, "evaluate": evaluate, "compile": compile_, "data": data, "models": models,
-    "configs": configs, "bench": bench, "study": study,
+    "train": train, "generate": generate, "read": read, "evaluate": evaluate, "compile": compile_, "data": data,
+    "export": export, "models": models, "configs": configs, "bench": bench, "study": study, "runs": runs,
 }  # fmt: skip
 
 

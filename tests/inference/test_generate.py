@@ -11,7 +11,7 @@ from flax import nnx
 from tests.training.tiny import MODEL
 from titans_jax.data import load_tokenizer
 from titans_jax.inference import Generator, Sampling, decode_step, prefill
-from titans_jax.inference.generate import PIECES, split_prompt, stream_text
+from titans_jax.inference.generate import PIECES, cut_before, split_prompt, stream_before, stream_text
 from titans_jax.training.run import init_model
 
 TOKENIZER = load_tokenizer("byte")
@@ -104,3 +104,11 @@ def test_streamed_bytes_that_are_no_text():
     assert "".join(pieces) == TOKENIZER.decode(ids)
     # What is certain comes at once: the euro sign with its third byte, not before and not later.
     assert pieces[:2] == ["\ufffd\ufffdA", "€"]
+
+
+@pytest.mark.parametrize("until", [["END"], ["a", "nd"], ["xyz"], ["\n\n", "."], ["nd the"]])
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_a_text_that_comes_in_pieces_is_cut_as_the_whole_is(until, size):
+    text = "EN and the END of it.\n\nE"
+    pieces = list(stream_before((text[i : i + size] for i in range(0, len(text), size)), until))
+    assert "".join(pieces) == cut_before(text, until) and all(pieces)

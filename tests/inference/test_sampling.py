@@ -56,3 +56,26 @@ def test_ids_beyond_the_tokenizer_are_never_drawn():
 def test_wrong_values_are_refused(field, value, works):
     with pytest.raises(ConfigError, match=f"{field} is {value}; use .*{works}"):
         Sampling(**{field: value})
+
+
+def test_min_p_keeps_what_is_likely_beside_the_likeliest():
+    """Probabilities 0.5, 0.3, 0.15, 0.05: at least 0.2 times 0.5 are the first three."""
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+    drawn = {int(sample(logits, jax.random.key(seed), Sampling(temperature=1.0, min_p=0.2))[0]) for seed in range(100)}
+    assert drawn == {0, 1, 2}
+
+
+def test_a_repetition_penalty_is_for_seen_tokens_only():
+    """Divided above 0, multiplied below."""
+    seen = jnp.array([[True, False, True, False]])
+    greedy = Sampling(temperature=0, repetition_penalty=2.0)
+    key = jax.random.key(0)
+    assert int(sample(jnp.array([[3.0, 2.0, 0.0, 0.0]]), key, greedy, seen=seen)[0]) == 1  # 1.5 against 2
+    assert int(sample(jnp.array([[5.0, 2.0, 0.0, 0.0]]), key, greedy, seen=seen)[0]) == 0  # 2.5 against 2
+    assert int(sample(jnp.array([[-1.0, -1.5, -3.0, -9.0]]), key, greedy, seen=seen)[0]) == 1  # -2 against -1.5
+
+
+@pytest.mark.parametrize("fields", [{"min_p": 0.0}, {"min_p": 1.5}, {"repetition_penalty": 0.0}])
+def test_wrong_values_are_refused_too(fields):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))} is "):
+        Sampling(**fields)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.training.tiny import tiny_config
 from titans_jax.config import Config, ConfigError, MeshConfig, leaves
-from titans_jax.training.resume import TOKENIZER, changes, check_same_run, rule_of, table
+from titans_jax.training.resume import TOKENIZERS, changes, check_same_run, rule_of, table
 from titans_jax.training.run import copy_tokenizer, with_absolute_paths
 
 CONFIG = tiny_config()
@@ -67,7 +67,7 @@ def test_the_tokenizer_stays_with_the_run(tmp_path):
     with pytest.raises(ConfigError, match=f"data.tokenizer is .*y.model, which is not the one .*; use {model}, or"):
         check_same_run(config, changed("data", tokenizer=str(tmp_path / "y.model")), run_dir)
     copy_tokenizer(config, run_dir)
-    assert [path.name for path in run_dir.iterdir()] == [TOKENIZER]
+    assert [path.name for path in run_dir.iterdir()] == [TOKENIZERS[0]]
     shutil.copy(model, tmp_path / "y.model")
     check_same_run(config, changed("data", tokenizer=str(tmp_path / "y.model")), run_dir)
     model.write_bytes(b"two")

@@ -154,7 +154,7 @@ class DataConfig:
     errors: Literal["strict", "replace"] = "strict"
     """Bytes that are not UTF-8: refuse the file, or read them as U+FFFD."""
     tokenizer: str = "byte"
-    """`byte`, or the path of a SentencePiece `.model`."""
+    """`byte`, or the path of a SentencePiece `.model` or of a Hugging Face tokenizer.json."""
     sequence_length: int = 1024
     """Tokens in one row."""
     batch_size: int = 8
@@ -169,7 +169,12 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay."""
+    """AdamW or Muon with a linear warm-up and a decay."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: steps of matrices are made orthogonal (optax.contrib.muon), AdamW is for all other parameters."""
+    schedule: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
+    """After the warm-up: a cosine, a line, no decay, or none until the last fifth and a line then."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
@@ -211,6 +216,11 @@ class TrainingConfig:
     """Steps between two checkpoints; one more always ends the run."""
     checkpoints_kept: int = 2
     """Latest checkpoints kept on disk."""
+    logger: Literal["tensorboard", "wandb", "none"] = "tensorboard"
+    """Where scalars go beside metrics.jsonl; `wandb` needs that package, and goes on with the run it began."""
+    init_from: str | None = None
+    """A run, or a folder that `titans export` wrote, whose weights training begins with: same shapes, same tokenizer;
+    optimizer, data and all else are this configuration's. Once there is a checkpoint, it is what counts."""
     sample_prompt: str = "def "
     """Text that the sample of each evaluation continues."""
     sample_tokens: int = 256

@@ -23,7 +23,14 @@ from titans_jax.data.prepare import prepare
 from titans_jax.data.sources import SOURCES, Documents, Split, describe_source, open_documents, register_source
 from titans_jax.data.stored import StoredRows, names, open_indexes, parts, stored_rows
 from titans_jax.data.tfds_text import build_tfds
-from titans_jax.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from titans_jax.data.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
 
 __all__ = [
     "Batch",
@@ -31,6 +38,7 @@ __all__ = [
     "Corpus",
     "DataError",
     "Documents",
+    "HuggingFaceTokenizer",
     "Rows",
     "SOURCES",
     "SentencePieceTokenizer",
@@ -48,6 +56,7 @@ __all__ = [
     "prepare",
     "register_source",
     "tokenize",
+    "tokenizer_files",
     "train_batches",
     "validation_batches",
     "validation_by_source",

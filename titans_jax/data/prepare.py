@@ -41,7 +41,7 @@ from titans_jax.data.stored import (
     write_index,
     write_whole,
 )
-from titans_jax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
+from titans_jax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
     from etils import epath
@@ -132,7 +132,7 @@ def prepare(
     for split, shards in made.items():
         if not any(shard.tokens for shard in shards):
             raise DataError(f"the {split} documents hold no text: give more of it")
-    if file := tokenizer_file(config.tokenizer):
+    for file in tokenizer_files(config.tokenizer):
         (target / file.name).write_bytes(file.read_bytes())
     write_index(target, settings, made)
     for left in [*target.glob("*.tmp"), *target.glob("*.array_record.json"), target / SETTINGS]:

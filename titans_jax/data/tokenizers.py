@@ -1,5 +1,6 @@
 """Tokenizers: text to token ids and back. `Tokenizer` is all that one of your own needs."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -7,6 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from titans_jax.data.errors import DataError
+
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files that lie beside a tokenizer.json."""
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+"""Names of the token that ends a document, where nothing beside tokenizer.json says which it is."""
 
 
 class Tokenizer(Protocol):
@@ -34,17 +40,28 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names: "byte", or the path of a SentencePiece model.
+    """The tokenizer that `data.tokenizer` names: "byte", or the path of a SentencePiece model or a tokenizer.json.
 
     Raises:
-      DataError: the file is missing, is not a SentencePiece model, or has no end-of-sentence token.
+      DataError: the file is missing, is no tokenizer's, or has no token that ends a document.
     """
-    return ByteTokenizer() if name == "byte" else SentencePieceTokenizer(name)
+    if name == "byte":
+        return ByteTokenizer()
+    return (HuggingFaceTokenizer if Path(name).suffix == ".json" else SentencePieceTokenizer)(name)
 
 
 def tokenizer_file(name: str) -> Path | None:
     """The file that `data.tokenizer` names; None for "byte"."""
     return None if name == "byte" else Path(name).expanduser()
+
+
+def tokenizer_files(name: str) -> list[Path]:
+    """What a copy of the tokenizer takes: its file, and those that say its special tokens and its chat template."""
+    file = tokenizer_file(name)
+    if file is None:
+        return []
+    beside = [file.with_name(other) for other in BESIDE] if file.suffix == ".json" else []
+    return [file, *(other for other in beside if other.is_file())]
 
 
 class ByteTokenizer:
@@ -103,3 +120,61 @@ class SentencePieceTokenizer:
         For streaming: the text of a longer prefix begins with that of a shorter one, less its trailing U+FFFD.
         """
         return self._model.decode([i for i in map(int, ids) if i < self.vocab_size])
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json of Hugging Face, by the package `tokenizers` (the extra `titans-jax[huggingface]`).
+
+    The token between documents is `eos_token` of the tokenizer_config.json beside it, or a special token with a usual
+    name. Special tokens in a text are read as the text they are spelt with, never as what they stand for.
+
+    Raises:
+      DataError: see `load_tokenizer`.
+    """
+
+    def __init__(self, path: str | Path):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise DataError(
+                f"data.tokenizer={str(path)!r} needs the package tokenizers: pip install 'titans-jax[huggingface]'"
+            ) from error
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise DataError(f"data.tokenizer={str(path)!r} is no file: use 'byte' or the path of a tokenizer.json")
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises Exception itself
+            raise DataError(
+                f"data.tokenizer={str(path)!r} is not a tokenizer.json: use 'byte' or the path of one"
+            ) from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True
+        vocabulary = self._model.get_vocab()
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        names = [name for name in (_said_end(file), *ENDS) if name in vocabulary]
+        if not names:
+            raise DataError(
+                f"data.tokenizer={str(path)!r} has no token to put between documents: give it one of {', '.join(ENDS)} "
+                "or name its eos_token in a tokenizer_config.json beside it"
+            )
+        self.bos_id = self.eos_id = int(vocabulary[names[0]])
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of `text`, np.int32 [tokens]; lone surrogates become "?"."""
+        text = text.encode("utf-8", errors="replace").decode()
+        return np.asarray(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; special tokens and ids beyond the vocabulary are left out, and as `Tokenizer.decode`."""
+        return self._model.decode([i for i in map(int, ids) if i < self.vocab_size], skip_special_tokens=True)
+
+
+def _said_end(file: Path) -> str | None:
+    """The `eos_token` that the file beside a tokenizer.json names."""
+    try:
+        said = json.loads(file.with_name(BESIDE[0]).read_text(encoding="utf-8")).get("eos_token")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return said.get("content") if isinstance(said, dict) else said

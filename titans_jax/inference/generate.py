@@ -4,7 +4,7 @@ The state is explicit: `model.init_state(...)` makes it, both functions take it 
 not depend on how much has been read, so one compiled step serves any context length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from titans_jax.data.packing import encode_after
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
+from titans_jax.inference.reading import Memory
 from titans_jax.inference.rows import RowStates
 from titans_jax.inference.sampling import Sampling, sample
 
@@ -63,19 +65,33 @@ class Generator:
         self._graphdef, self._tokenizer = graphdef, tokenizer
         self._sampling, self._states = sampling or Sampling(), RowStates(graphdef)
         self._read, self._step = jax.jit(self._read_piece), jax.jit(self._read_and_sample)
-        self._separate = jax.jit(self._states.separate)
+        self._separate, self._copy = jax.jit(self._states.separate), jax.jit(self._states.copy)
 
-    def stream(self, params: Any, prompt: str, max_tokens: int, seed: int = 0) -> Iterator[str]:
+    def stream(
+        self,
+        params: Any,
+        prompt: str,
+        max_tokens: int,
+        seed: int = 0,
+        *,
+        until: Sequence[str] = (),
+        memory: Memory | None = None,
+    ) -> Iterator[str]:
         """Yield the text of the continuation as it becomes known, until the document ends or after `max_tokens`.
+
+        until: texts that end it too, and are not yielded. memory: what was read before the prompt.
 
         Raises:
           NotFiniteLogits: the model says nothing of the next token.
         """
-        return stream_text(self.tokens(params, prompt, max_tokens, seed), self._tokenizer)
+        pieces = stream_text(self.tokens(params, prompt, max_tokens, seed, memory), self._tokenizer)
+        return stream_before(pieces, until) if until else pieces
 
-    def tokens(self, params: Any, prompt: str, max_tokens: int, seed: int = 0) -> Iterator[int]:
+    def tokens(
+        self, params: Any, prompt: str, max_tokens: int, seed: int = 0, memory: Memory | None = None
+    ) -> Iterator[int]:
         """Yield the token ids of the continuation, without the end of document; raises as `stream`."""
-        for ((_, token),) in self._side_by_side(params, [prompt], max_tokens, seed):
+        for ((_, token),) in self._side_by_side(params, [prompt], max_tokens, seed, memory):
             if token == self._tokenizer.eos_id:
                 return
             yield token
@@ -109,32 +125,40 @@ class Generator:
                 break
         return [cut_before(self._tokenizer.decode(row), until) for row in said]
 
-    def encode(self, prompt: str) -> np.ndarray:
-        """A prompt as it is read, int32 [tokens]."""
+    def encode(self, prompt: str, memory: Memory | None = None) -> np.ndarray:
+        """A prompt as it is read, int32 [tokens]; behind a memory, as it goes on from the memory's text."""
         # Documents are trained with the token between documents in front, so an empty prompt is a prompt too.
-        return np.concatenate([[self._tokenizer.bos_id], self._tokenizer.encode(prompt)]).astype(np.int32)
+        last = self._tokenizer.bos_id if memory is None else memory.last
+        preceding = "" if memory is None else self._tokenizer.decode([last])[-1:].replace("\ufffd", "")
+        return np.concatenate([[last], encode_after(self._tokenizer, preceding, prompt)]).astype(np.int32)
 
     def _side_by_side(
-        self, params: Any, prompts: Sequence[str], max_tokens: int, seed: int
+        self, params: Any, prompts: Sequence[str], max_tokens: int, seed: int, memory: Memory | None = None
     ) -> Iterator[list[tuple[int, int]]]:
         """Yield rows with the next tokens of their continuations, `max_tokens` for each row in the end.
 
         What all prompts have room for is read in pieces. Behind it each row goes on by its own prompt and then by what
         it says, token by token: a long one still reads while a short one speaks already.
         """
-        ids = [self.encode(prompt) for prompt in prompts]
+        ids = [self.encode(prompt, memory) for prompt in prompts]
         ends, out = np.array([len(row) for row in ids]), np.zeros(len(ids), np.int32)
         # Only full attention asks for the length; rounded, so that prompts of similar length share a compilation.
         length = -(-(max(ends) + max_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
         state, read = self._states.empty(params, len(ids), int(length)), 0
+        if memory is not None:
+            state = self._copy(params, memory.state, np.zeros(len(ids), np.int32))
         *pieces, _ = split_prompt(np.arange(min(ends)))
         for piece in pieces:
             state, read = self._read(params, np.stack([row[piece] for row in ids]), state), read + len(piece)
         state, key = self._separate(params, state), jax.random.key(seed)
+        seen = np.zeros((len(ids), nnx.merge(self._graphdef, params).config.vocab_size), bool)
+        for row, prompt_ids in enumerate(ids):
+            seen[row, prompt_ids] = True
         for place in range(read, max(ends) + max_tokens - 1):
             fed = [row[place] if place < len(row) else said for row, said in zip(ids, out, strict=True)]
             number = place + 1 - ends  # of the token that follows, in the row's continuation
-            following, state = self._step(params, np.array(fed, np.int32), state, key, np.maximum(number, 0))
+            seen[np.arange(len(ids)), fed] = True
+            following, state = self._step(params, np.array(fed, np.int32), state, key, np.maximum(number, 0), seen)
             out = np.asarray(following)
             speaking = (number >= 0) & (number < max_tokens)
             if (out[speaking] == NOT_FINITE).any():
@@ -146,25 +170,45 @@ class Generator:
         return prefill(nnx.merge(self._graphdef, params), tokens, state)[1]
 
     def _read_and_sample(
-        self, params: Any, tokens: jax.Array, state: Any, key: jax.Array, number: jax.Array
+        self, params: Any, tokens: jax.Array, state: Any, key: jax.Array, number: jax.Array, seen: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Read a token a row [rows], of a separate state; the tokens drawn after them [rows], and the next state.
 
-        number: int32 [rows], which draw of a row's this is, so that it does not depend on other rows.
+        number: int32 [rows], which draw of a row's this is, so that it does not depend on other rows. seen: bool
+        [rows, vocab], the tokens of a row's prompt and continuation so far.
         """
         model = nnx.merge(self._graphdef, params)
 
-        def one_row(token: jax.Array, state: Any, number: jax.Array) -> tuple[jax.Array, Any]:
+        def one_row(token: jax.Array, state: Any, number: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
             logits, state = decode_step(model, token[None], state)
-            drawn = sample(logits, jax.random.fold_in(key, number), self._sampling, self._tokenizer.vocab_size)[0]
+            drawing = jax.random.fold_in(key, number)
+            drawn = sample(logits, drawing, self._sampling, self._tokenizer.vocab_size, seen[None])[0]
             return jnp.where(jnp.all(jnp.isfinite(logits)), drawn, NOT_FINITE), state
 
-        return jax.vmap(one_row)(tokens, state, number)
+        return jax.vmap(one_row)(tokens, state, number, seen)
 
 
 def cut_before(text: str, until: Sequence[str]) -> str:
     """What stands before the first of these texts that stands in `text`; all of it where none does."""
     return text[: min((place for place in map(text.find, until) if place >= 0), default=len(text))]
+
+
+def stream_before(pieces: Iterable[str], until: Sequence[str]) -> Iterator[str]:
+    """`cut_before` of a text that comes in pieces: what may become one of the texts is held back until it is known."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        cut = cut_before(held, until)
+        if len(cut) < len(held):
+            if cut:
+                yield cut
+            return
+        waiting = max((size for text in until for size in range(1, len(text)) if held.endswith(text[:size])), default=0)
+        if len(held) > waiting:
+            yield held[: len(held) - waiting]
+            held = held[len(held) - waiting :]
+    if held:
+        yield held
 
 
 def split_prompt(ids: np.ndarray) -> Iterator[np.ndarray]:

@@ -22,6 +22,10 @@ class Sampling:
     """Draw from the k most likely tokens only."""
     top_p: float | None = None
     """Draw from the fewest most likely tokens whose probabilities reach p (nucleus sampling)."""
+    min_p: float | None = None
+    """Draw from the tokens at least this many times as likely as the likeliest (arXiv 2407.01082)."""
+    repetition_penalty: float = 1.0
+    """Divides logits above 0 of tokens read or said, multiplies those below (arXiv 1909.05858); 1 does neither."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -30,13 +34,27 @@ class Sampling:
             raise ConfigError(f"top_k is {self.top_k}; use at least 1, or None for all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; use a number in (0, 1], or None for all tokens")
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; use a number in (0, 1], or None for all tokens")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; use 1 for none, or more")
 
 
-def sample(logits: jax.Array, key: jax.Array, sampling: Sampling, vocab_size: int | None = None) -> jax.Array:
+def sample(
+    logits: jax.Array,
+    key: jax.Array,
+    sampling: Sampling,
+    vocab_size: int | None = None,
+    seen: jax.Array | None = None,
+) -> jax.Array:
     """Draw one token id, int32 [batch], from logits [batch, vocab]; ids from `vocab_size` on are never drawn.
 
-    Tokens as likely as the last one that top_k or top_p keeps are all kept.
+    seen: bool [batch, vocab], the tokens that `repetition_penalty` is for. Tokens as likely as the last one that top_k
+    or top_p keeps are all kept.
     """
+    if seen is not None and sampling.repetition_penalty != 1:
+        penalty = sampling.repetition_penalty
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if vocab_size is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     if sampling.temperature < jnp.finfo(jnp.float32).tiny:  # devices take smaller numbers for 0
@@ -51,4 +69,8 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling, vocab_size: in
         before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of the tokens that are more likely
         least = jnp.min(probabilities, axis=-1, keepdims=True, where=before < sampling.top_p, initial=1.0)
         logits = jnp.where(jax.nn.softmax(logits, axis=-1) >= least, logits, -jnp.inf)
+    if sampling.min_p is not None:
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        least = sampling.min_p * jnp.max(probabilities, axis=-1, keepdims=True)
+        logits = jnp.where(probabilities >= least, logits, -jnp.inf)
     return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)

@@ -29,12 +29,18 @@ from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.lock import RunLock
 from titans_jax.training.mesh import use_mesh
-from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
+from titans_jax.training.metrics import MetricsWriter, import_wandb, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
 from titans_jax.training.report import Report, RunDescription, TrainingStopped, say
 from titans_jax.training.resume import changes, check_same_run
-from titans_jax.training.run import check_vocabulary, copy_tokenizer, init_model, with_absolute_paths
+from titans_jax.training.run import (
+    check_vocabulary,
+    copy_tokenizer,
+    init_model,
+    initial_weights,
+    with_absolute_paths,
+)
 from titans_jax.training.step import State, make_train_step
 from titans_jax.training.stop import StopRequest
 
@@ -62,10 +68,14 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         check_model(config.model)
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
+        if config.training.logger == "wandb":
+            import_wandb()
     processes.check_same({name: value for name, value in leaves(config).items() if name not in MAY_DIFFER})
     config = with_absolute_paths(config)
     told = functools.partial(say, console)
     saved = check_folder(config, run_dir)
+    with processes.together():
+        initial = initial_weights(config) if saved is None and config.training.init_from else None
     with use_mesh(config) as mesh:
         with processes.together():
             index, count = processes.share_of_batch(batch_sharding(mesh), config.data.batch_size) if mesh else (0, 1)
@@ -91,7 +101,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             copy_tokenizer(config, run_dir)
             session = Session(run_dir, console, mesh, checkpoints, stop, goodput, identity, lock)
             try:
-                Trainer(config, text, session).run()
+                Trainer(config, text, session, initial).run()
             except TrainingStopped as error:
                 checkpoints.wait()  # all processes stopped at this step, so what is being saved can be finished
                 raise TrainingStopped(f"{error}; {_where_to_go_on(checkpoints.steps())}") from error
@@ -138,7 +148,7 @@ class Session:
 class Trainer:
     """One run: its compiled functions, its state on the devices, and what it writes."""
 
-    def __init__(self, config: Config, text: Text, session: Session):
+    def __init__(self, config: Config, text: Text, session: Session, initial: Any = None):
         self.config, self.run_dir, self.console, self.mesh = config, session.run_dir, session.console, session.mesh
         self.checkpoints, self.stop, self.goodput = session.checkpoints, session.stop, session.goodput
         self.identity, self.lock = session.identity, session.lock
@@ -151,6 +161,8 @@ class Trainer:
         }
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         graphdef, params = init_model(config.model, config.training.seed)
+        if initial is not None:
+            params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), initial, params)
         self.state: State = {"params": params, "optimizer": optimizer.init(params)}
         if self.mesh:
             self.state = jax.tree.map(self._on_mesh, self.state)
@@ -164,7 +176,10 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, or until told to stop."""
         training = self.config.training
-        with MetricsWriter(self.run_dir, after=self.step) as writer, self._make_report(writer) as self.report:
+        with (
+            MetricsWriter(self.run_dir, self.step, training.logger) as writer,
+            self._make_report(writer) as self.report,
+        ):
             self._introduce()
             if self.step and self._due(training.evaluate_every) and not self._evaluated():
                 self._evaluate()  # the run was stopped while it evaluated this step

@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics.jsonl, TensorBoard events and the picture loss.png."""
+"""What a run writes about itself: metrics.jsonl, scalars for TensorBoard or wandb, and the picture loss.png."""
 
 import json
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
 
+from titans_jax.config import ConfigError
 from titans_jax.plots import figure
 
 
 class MetricsWriter:
-    """Appends lines to `run_dir`/metrics.jsonl and scalars to its TensorBoard events.
+    """Appends lines to `run_dir`/metrics.jsonl and gives scalars to a logger: "tensorboard", "wandb" or "none".
 
     A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}; a list has a
     number per memory layer, and "memory_gain" of a validation is in bits per byte. Lines later
@@ -20,7 +20,7 @@ class MetricsWriter:
     processes writes.
     """
 
-    def __init__(self, run_dir: Path, after: int):
+    def __init__(self, run_dir: Path, after: int, logger: str = "tensorboard"):
         self._file = self._events = None
         if jax.process_index() != 0:
             return
@@ -30,19 +30,14 @@ class MetricsWriter:
         rewritten.write_text("".join(lines))
         rewritten.replace(path)
         self._file = path.open("a", buffering=1)
-        self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after + 1)
+        self._events = LOGGERS[logger](run_dir, after)
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Write one line, and one scalar per number; a list's numbers become name/0, name/1, ..."""
         if self._file is None:
             return
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        for name, value in values.items():
-            if isinstance(value, list):
-                self._events.add_scalars(f"{kind}/{name}", {str(i): v for i, v in enumerate(value)}, step)
-            else:
-                self._events.add_scalar(f"{kind}/{name}", value, step)
-        self._events.flush()
+        self._events.log(kind, step, values)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -51,6 +46,82 @@ class MetricsWriter:
         if self._file is not None:
             self._file.close()
             self._events.close()
+
+
+class TensorBoard:
+    """Events in `run_dir`/tensorboard."""
+
+    def __init__(self, run_dir: Path, after: int):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after + 1)
+
+    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One scalar per number; a list's numbers become name/0, name/1, ..."""
+        for name, value in values.items():
+            if isinstance(value, list):
+                self._writer.add_scalars(f"{kind}/{name}", {str(i): v for i, v in enumerate(value)}, step)
+            else:
+                self._writer.add_scalar(f"{kind}/{name}", value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of wandb, whose id is kept in `run_dir`/wandb_id: a run that goes on goes on there too.
+
+    Raises:
+      ConfigError: the package is not installed.
+    """
+
+    def __init__(self, run_dir: Path, after: int):
+        wandb, file = import_wandb(), run_dir / "wandb_id"
+        known = file.read_text().strip() if file.is_file() else None
+        self._run = wandb.init(id=known, resume="allow" if known else None, name=run_dir.name, dir=str(run_dir))
+        file.write_text(self._run.id)
+
+    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """As `TensorBoard.log`."""
+        flat = {}
+        for name, value in values.items():
+            several = {f"{kind}/{name}/{i}": v for i, v in enumerate(value)} if isinstance(value, list) else None
+            flat |= several or {f"{kind}/{name}": value}
+        self._run.log(flat, step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+class NoLogger:
+    """metrics.jsonl is all there is."""
+
+    def __init__(self, run_dir: Path, after: int):
+        pass
+
+    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+LOGGERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "none": NoLogger}
+"""By `training.logger`."""
+
+
+def import_wandb() -> Any:
+    """The package; raises ConfigError without it."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "training.logger is wandb, which is not installed; pip install 'titans-jax[wandb]', or use tensorboard"
+        ) from error
+    return wandb
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:

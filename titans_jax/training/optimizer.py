@@ -1,41 +1,80 @@
-"""AdamW as the papers train: warm-up and cosine, gradients clipped by global norm, decay on matrices only."""
+"""AdamW as the papers train: warm-up and cosine, gradients clipped by global norm, decay on matrices only; or Muon."""
 
 from typing import Any
 
 import jax
 import optax
+import optax.contrib
 
 from titans_jax.config import OptimizerConfig
 
+DECAYING = 0.2
+"""Share of the steps behind the warm-up in which a trapezoid comes down (arXiv 2405.18392)."""
+
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of `steps` steps: the recipe of Gated DeltaNet (arXiv 2412.06464), as in Titans 5.1."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(config, steps),
+    """The optimizer of a run of `steps` steps: the recipe of Gated DeltaNet (arXiv 2412.06464), as in Titans 5.1.
+
+    Muon (Jordan et al. 2024) takes the matrices that weight decay is for, except the head, and gives their updates the
+    size of AdamW's (arXiv 2502.16982), so that learning rates mean the same; both look ahead as Nesterov does.
+    """
+    schedule = learning_rate_schedule(config, steps)
+    if config.name == "muon":
+        rule = optax.contrib.muon(
+            schedule,
+            weight_decay=config.weight_decay,
+            weight_decay_mask=decay_mask,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            eps=config.epsilon,
+            adam_weight_decay=config.weight_decay,
+            muon_weight_dimension_numbers=muon_dimensions,
+            consistent_rms=0.2,
+        )
+    else:
+        rule = optax.adamw(
+            schedule,
             b1=config.beta1,
             b2=config.beta2,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
             mask=decay_mask,
-        ),
-    )
+        )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+
+
+def muon_dimensions(params: Any) -> Any:
+    """For every parameter its axes as Muon's matrix, None where AdamW takes it; a leading axis of layers is of several
+    matrices."""
+
+    def of(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        if not decays(path) or path[0].key == "head" or leaf.ndim not in (2, 3):
+            return None
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=leaf.ndim - 2, output_axis=leaf.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(of, params)
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by the number of updates already made: linear to the peak, then a cosine that ends at
-    `steps` with `final_learning_rate_ratio` of the peak.
+    """Learning rate by the number of updates already made: linear to the peak, then `config.schedule`, which ends at
+    `steps` with `final_learning_rate_ratio` of the peak (but for "constant").
 
     The first update already moves: it uses 1 / warmup_steps of the peak, not 0.
     """
     decay_steps = max(steps - config.warmup_steps, 1)  # a run may end in its warm-up
-    cosine = optax.cosine_decay_schedule(config.learning_rate, decay_steps, alpha=config.final_learning_rate_ratio)
+    peak, last = config.learning_rate, config.learning_rate * config.final_learning_rate_ratio
+    tail = max(round(DECAYING * decay_steps), 1)
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, decay_steps, alpha=config.final_learning_rate_ratio),
+        "linear": lambda: optax.linear_schedule(peak, last, decay_steps),
+        "constant": lambda: optax.constant_schedule(peak),
+        "trapezoid": lambda: optax.linear_schedule(peak, last, tail, transition_begin=decay_steps - tail),
+    }[config.schedule]()
     if config.warmup_steps == 0:
-        return cosine
+        return after
     first = config.learning_rate / config.warmup_steps
     warmup = optax.linear_schedule(first, config.learning_rate, config.warmup_steps - 1)
-    return optax.join_schedules([warmup, cosine], [config.warmup_steps])
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
 def decay_mask(params: Any) -> Any:

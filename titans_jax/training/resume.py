@@ -5,8 +5,13 @@ from typing import Literal, NamedTuple
 
 from titans_jax.config import Config, ConfigError, leaves
 
-TOKENIZER = "tokenizer.model"
-"""The copy of its SentencePiece model that a run folder holds."""
+TOKENIZERS = ("tokenizer.model", "tokenizer.json")
+"""The copy of its tokenizer that a run folder holds: a SentencePiece model, or Hugging Face's file."""
+
+
+def own_tokenizer(run_dir: Path) -> Path | None:
+    """The run folder's copy of its tokenizer."""
+    return next((run_dir / name for name in TOKENIZERS if (run_dir / name).is_file()), None)
 
 
 class Rule(NamedTuple):
@@ -26,7 +31,11 @@ RULES = (
     Rule(("data.",), "refused", "other batches"),
     Rule(("training.steps",), "said", "stretches the learning rate's decay; not fewer than were done"),
     Rule(("training.seed",), "said", "the text of samples only: the initial parameters are long trained"),
-    Rule(("training.run_dir", "training.resume_from", "training.accept_changed_data"), "silent", "about this start"),
+    Rule(
+        ("training.run_dir", "training.resume_from", "training.accept_changed_data", "training.init_from"),
+        "silent",
+        "about this start",
+    ),
     Rule(("optimizer.", "training.", "extensions"), "said", "from the next step on"),
     Rule(("mesh.", "processes.", "profile."), "silent", "batches do not depend on them"),
 )
@@ -82,10 +91,10 @@ def _differences(saved: Config, config: Config) -> list[tuple[str, object, objec
 
 
 def _check_same_tokenizer(before: str, now: str, run_dir: Path) -> None:
-    own = run_dir / TOKENIZER
+    own = own_tokenizer(run_dir)
     if "byte" in (before, now):
         same, use = before == now, before
-    elif own.is_file():
+    elif own is not None:
         same, use = own.read_bytes() == Path(now).expanduser().read_bytes(), str(own)
     else:  # the run of a version that kept no copy
         same, use = Path(before).expanduser().absolute() == Path(now).expanduser().absolute(), before

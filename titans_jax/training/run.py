@@ -1,8 +1,8 @@
 """A trained model, brought back from its run folder.
 
 A run folder holds `checkpoints/` (each with the configuration it was trained with), `config.json` (the same, for
-people), `tokenizer.model` of a run with one, `metrics.jsonl`, `tensorboard/`, `loss.png`, `memory.png` of a model with
-memory, and `sample.txt`. While a process trains there, `lock.json` says which.
+people), `tokenizer.model` or `tokenizer.json` of a run with one, `metrics.jsonl`, `tensorboard/`, `loss.png`,
+`memory.png` of a model with memory, and `sample.txt`. While a process trains there, `lock.json` says which.
 """
 
 import dataclasses
@@ -18,11 +18,13 @@ from flax import nnx
 
 from titans_jax import data
 from titans_jax.config import Config, ConfigError, ModelConfig, import_extensions
+from titans_jax.inference.reading import named_leaves
 from titans_jax.layers.feed_forward import HIDDEN_MULTIPLE
 from titans_jax.models import LanguageModel, make_model
 from titans_jax.models.stack import LANGUAGE_MODEL
+from titans_jax.training import export
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
-from titans_jax.training.resume import TOKENIZER
+from titans_jax.training.resume import own_tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,23 +38,38 @@ class Run:
     step: int
     folder: Path
     """Where it came from, and where what is measured of it may be kept."""
+    tokenizer_name: str = "byte"
+    """"byte", or where the tokenizer's file is."""
 
     @property
     def model(self) -> LanguageModel:
         """The model itself."""
         return nnx.merge(self.graphdef, self.params)
 
+    def generate(self, prompt: str = "", max_tokens: int = 256, seed: int = 0, **sampling: Any) -> str:
+        """The continuation of a prompt; `sampling` are fields of `inference.Sampling`, such as temperature=0."""
+        from titans_jax.inference import Generator, Sampling
+
+        generator = Generator(self.graphdef, self.tokenizer, Sampling(**sampling))
+        return "".join(generator.stream(self.params, prompt, max_tokens, seed))
+
 
 def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
     """The latest model of a run folder that can be read; `say` is told about checkpoints that cannot.
 
-    The extensions of the run's configuration are imported first, so that its own parts are found.
+    A folder that `titans export` wrote is as good. The extensions of the run's configuration are imported first, so
+    that its own parts are found.
 
     Raises:
       CheckpointError: the folder holds no checkpoint, or none that can be read.
       ConfigError: an extension is not there any more, or fails.
     """
     run_dir = Path(run_dir)
+    if (run_dir / export.WEIGHTS).is_file():
+        config, named, step = export.load_export(run_dir)
+        import_extensions(config.extensions)
+        graphdef, abstract = abstract_model(config.model)
+        return _make_run(config, graphdef, export.into_structure(abstract, named, run_dir), step, run_dir)
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         raise CheckpointError(f"{run_dir} is not a run folder: it has no checkpoints; give one that training made")
@@ -66,9 +83,12 @@ def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)
         state, saved = checkpoints.restore({"params": params})
-    own = run_dir / TOKENIZER
-    tokenizer = data.load_tokenizer(str(own) if own.is_file() else config.data.tokenizer)
-    return Run(config, tokenizer, graphdef, state["params"], saved.step, run_dir)
+    return _make_run(config, graphdef, state["params"], saved.step, run_dir)
+
+
+def _make_run(config: Config, graphdef: nnx.GraphDef, params: Any, step: int, run_dir: Path) -> Run:
+    name = str(own_tokenizer(run_dir) or config.data.tokenizer)
+    return Run(config, data.load_tokenizer(name), graphdef, params, step, run_dir, name)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -79,6 +99,10 @@ def with_absolute_paths(config: Config) -> Config:
         for name, value in values.items()
         if value is not None and "://" not in value and (name, value) != ("tokenizer", "byte")
     }
+    start = config.training.init_from
+    if start is not None:
+        training = dataclasses.replace(config.training, init_from=os.path.abspath(os.path.expanduser(start)))
+        config = dataclasses.replace(config, training=training)
     mixture = tuple(
         each if "://" in each else os.path.abspath(os.path.expanduser(each)) for each in config.data.mixture
     )
@@ -87,10 +111,21 @@ def with_absolute_paths(config: Config) -> Config:
 
 def copy_tokenizer(config: Config, run_dir: Path) -> None:
     """Keep the tokenizer's file in the run folder, so that a folder that was moved has all that its model needs."""
-    own = run_dir / TOKENIZER
-    if config.data.tokenizer != "byte" and jax.process_index() == 0 and not own.exists():
+    if jax.process_index() == 0 and own_tokenizer(run_dir) is None:
+        copy_files(config.data.tokenizer, run_dir)
+
+
+def copy_files(tokenizer: str, folder: Path) -> None:
+    """Copy a tokenizer's files to where `own_tokenizer` finds them, the one it looks for last."""
+    for file in reversed(data.tokenizer_files(tokenizer)):
+        first = file == data.tokenizer_files(tokenizer)[0]
+        own = (
+            folder / ("tokenizer.json" if file.suffix == ".json" else "tokenizer.model")
+            if first
+            else folder / file.name
+        )
         copying = own.with_suffix(".tmp")
-        shutil.copyfile(config.data.tokenizer, copying)
+        shutil.copyfile(file, copying)
         copying.replace(own)
 
 
@@ -109,6 +144,43 @@ def make_init(config: ModelConfig) -> Callable[[jax.Array], dict[str, Any]]:
     """The compiled function from a random key, jax.random.key(seed), to a model's initial parameters."""
     # Compiled as one program: faster than hundreds of small ones, and sharded parameters are never whole anywhere.
     return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(make_model(config, rngs=nnx.Rngs(key)))))
+
+
+def initial_weights(config: Config) -> dict[str, Any]:
+    """The parameters of the run that `training.init_from` names, as the tree of this configuration's model.
+
+    Raises:
+      ConfigError: the tokenizer or the shape of a parameter is another; or several processes are given a run folder.
+      CheckpointError: as `load_run`.
+    """
+    source = Path(config.training.init_from).expanduser()
+    if jax.process_count() > 1 and not (source / export.WEIGHTS).is_file():
+        raise ConfigError(
+            f"training.init_from is {str(source)!r}, and {jax.process_count()} processes read exported weights only; "
+            "use the folder that titans export makes of it"
+        )
+    run = load_run(source)
+    own, theirs = ([file.read_bytes() for file in data.tokenizer_files(name)[:1]] for name in
+                   (config.data.tokenizer, run.tokenizer_name))  # fmt: skip
+    if own != theirs:
+        raise ConfigError(
+            f"data.tokenizer is {config.data.tokenizer}, but training.init_from {str(source)!r} was trained with "
+            f"another one; use {run.tokenizer_name}"
+        )
+    have, want = named_leaves(run.params), named_leaves(abstract_model(config.model)[1])
+    for name in [*want, *have]:
+        then, now = (tree[name].shape if name in tree else None for tree in (have, want))
+        if then != now:
+            raise ConfigError(
+                f"training.init_from is {str(source)!r}, whose {name} is {_size(then)}, and this model's is "
+                f"{_size(now)}; use the model.* fields of that run's config.json"
+            )
+    leaves = [have[name].astype(leaf.dtype) for name, leaf in want.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract_model(config.model)[1]), leaves)
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else " x ".join(map(str, shape))
 
 
 def check_vocabulary(config: Config, tokenizer: data.Tokenizer) -> None:

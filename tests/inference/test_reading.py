@@ -1,0 +1,137 @@
+"""A memory that is kept: read in pieces or whole, saved, appended to, refused by others, and of use."""
+
+import dataclasses
+import functools
+import io
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.training.tiny import MODEL, tiny_config
+from titans_jax import cli
+from titans_jax.data import load_tokenizer
+from titans_jax.inference import Generator, Memory, MemoryFileError, Reader, Sampling
+from titans_jax.inference import reading as module
+from titans_jax.training import load_run, train
+from titans_jax.training.run import init_model
+
+TOKENIZER = load_tokenizer("byte")
+TEXT = "It reads, it learns, it remembers. Naïve. " * 3
+
+
+@functools.cache
+def tiny(kind: str):
+    """A block, or an lmm of a linear memory, which compiles in a third of the time."""
+    memory = dataclasses.replace(MODEL.memory, preset="gated_deltanet" if kind == "linear" else "titans")
+    pattern = ("lmm",) if kind == "linear" else (kind,)
+    graphdef, params = init_model(dataclasses.replace(MODEL, pattern=pattern, depth=1, memory=memory), 0)
+    return graphdef, jax.tree.map(lambda x: 3.0 * x, params)
+
+
+@functools.cache
+def reader(kind: str) -> Reader:
+    return Reader(*tiny(kind), TOKENIZER)
+
+
+def assert_same(one: Memory, other: Memory) -> None:
+    """To rounding: another split of the same tokens is another order of the same sums."""
+    assert (one.last, one.tokens, one.fingerprint) == (other.last, other.tokens, other.fingerprint)
+    for a, b in zip(jax.tree.leaves(one.state), jax.tree.leaves(other.state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3 * max(1e-6, np.abs(np.asarray(b)).max()))
+
+
+@pytest.mark.slow_but_for("linear")
+@pytest.mark.parametrize("kind", ["linear", "lmm", "mac"])
+def test_appending_to_a_saved_memory_is_reading_on(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SMALL_PIECES", (16, 1))
+    ours = reader(kind)
+    whole, loss = ours.read(ours.start(), ours.encode(TEXT))
+    assert whole.tokens == loss.tokens == len(TEXT.encode()) and whole.last == ord(" ")
+    first, cost = ours.read(ours.start(), ours.encode(TEXT[:41]))
+    first.save(tmp_path / "a.memory")
+    loaded = Memory.load(tmp_path / "a.memory", ours)
+    for a, b in zip(jax.tree.leaves(first.state), jax.tree.leaves(loaded.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+    again, rest = ours.read(loaded, ours.encode(TEXT[41:], loaded))
+    assert_same(again, whole)
+    assert cost.nats + rest.nats == pytest.approx(loss.nats, rel=1e-4)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.memory"]
+
+
+def test_a_continuation_goes_on_from_the_memory():
+    """Reading a text and then continuing nothing is continuing the text."""
+    ours, generator = reader("linear"), Generator(tiny("linear")[0], TOKENIZER, Sampling(temperature=0))
+    memory, _ = ours.read(ours.start(), ours.encode(TEXT[:50]))
+    params = tiny("linear")[1]
+    expected = list(generator.tokens(params, TEXT[:60], 12))
+    assert list(generator.tokens(params, TEXT[50:60], 12, memory=memory)) == expected
+    text = "".join(generator.stream(params, TEXT[50:60], 12, memory=memory))
+    assert text == TOKENIZER.decode(expected)
+
+
+def test_what_is_no_memory_of_this_model_is_refused(tmp_path):
+    ours, file = reader("linear"), tmp_path / "a.memory"
+    with pytest.raises(MemoryFileError, match="is no file; titans read RUN TEXT --memory makes one"):
+        Memory.load(file, ours)
+    file.write_bytes(b"something else")
+    with pytest.raises(MemoryFileError, match="is damaged or no memory's file"):
+        Memory.load(file, ours)
+    graphdef, params = tiny("linear")
+    other = Reader(graphdef, jax.tree.map(lambda x: x * 2, params), TOKENIZER)
+    other.start().save(file)
+    with pytest.raises(MemoryFileError, match="which another model has read .* use that model, or read the text"):
+        Memory.load(file, ours)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(MemoryFileError, match="is damaged"):
+        Memory.load(file, other)
+    with pytest.raises(MemoryFileError, match="full attention, which keeps every token"):
+        reader("attention")
+
+
+def test_how_numbers_are_computed_is_not_part_of_the_fingerprint():
+    config = dataclasses.replace(MODEL, pattern=("lmm",), depth=1)
+    params = {"anything": np.ones(3, np.float32)}
+    memory = dataclasses.replace(config.memory, form="associative")
+    chunks = dataclasses.replace(config.memory, chunk_size=4)
+    ours = module.fingerprint(config, params)
+    assert module.fingerprint(dataclasses.replace(config, remat="full", memory=memory), params) == ours
+    assert module.fingerprint(dataclasses.replace(config, memory=chunks), params) != ours
+    assert module.fingerprint(config, {"anything": np.zeros(3, np.float32)}) != ours
+
+
+@pytest.mark.slow
+def test_a_text_that_was_read_is_known(tmp_path, capsys, monkeypatch):
+    """A trained model's loss on a second copy is lower after the first than with a fresh memory; by the command too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = dataclasses.replace(MODEL, pattern=("lmm",), depth=1)
+    config = tiny_config(model, steps=60, evaluate_every=60, diagnostics_every=60, checkpoint_every=60, sample_tokens=0)
+    run_dir = tmp_path / "run"
+    train(config, run_dir, Console(file=io.StringIO()))
+    run = load_run(run_dir)
+    ours = Reader(run.graphdef, run.params, run.tokenizer)
+    text = (Path(config.data.path) / "scanner.py").read_text()
+    memory, fresh = ours.read(ours.start(), ours.encode(text))
+    _, again = ours.read(memory, ours.encode(text, memory))
+    assert again.nats < fresh.nats
+
+    file, book = str(tmp_path / "book.memory"), tmp_path / "book.txt"
+    book.write_text(text)
+    capsys.readouterr()
+    assert cli.main(["read", str(run_dir), str(book), "--memory", file]) == 0
+    assert f"the memory of {len(text.encode()):,} tokens is in {file}" in capsys.readouterr().out
+    assert cli.main(["read", str(run_dir), str(book), "--memory", file]) == 0
+    assert f"the memory of {2 * len(text.encode()):,} tokens is in {file}" in capsys.readouterr().out
+    asked = ["generate", str(run_dir), "--memory", file, "--prompt", "é\udcff", "--max_tokens", "8", "--samples", "2"]
+    assert cli.main([*asked, "--stop", "\n", "--min_p", "0.1", "--repetition_penalty", "1.2", "--speed"]) == 0
+    out = capsys.readouterr().out
+    assert "--- sample 2 of 2, seed 1\né?" in out
+    monkeypatch.setattr("sys.stdin", io.StringIO("def \nclass \n\n"))
+    assert cli.main(["generate", str(run_dir), "--interactive", "--max_tokens", "4"]) == 0
+    assert capsys.readouterr().out.count("> ") == 3
+    assert cli.main(["read", str(run_dir), str(tmp_path / "nowhere")]) == 2
+    assert "nowhere', which is no file; give text files" in capsys.readouterr().err

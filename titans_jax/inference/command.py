@@ -1,0 +1,195 @@
+"""`titans generate` and `titans read`: text out of a trained model, and text into a memory that is kept.
+
+What a command can be told is a dataclass: its fields are the options, with their types, defaults and help.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tyro.conf import Positional
+
+from titans_jax.config import DataConfig
+from titans_jax.data import open_documents
+from titans_jax.inference.generate import Generator
+from titans_jax.inference.reading import Loss, Memory, MemoryFileError, Reader
+from titans_jax.inference.sampling import Sampling
+
+if TYPE_CHECKING:
+    from titans_jax.training import Run
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a text with a trained model; the text streams to the terminal."""
+
+    run: Positional[Path]
+    """The folder that training wrote."""
+    prompt: str = ""
+    """Text to continue; empty begins a document."""
+    memory: Path | None = None
+    """What the model has read before the prompt: a file of `titans read`, which stays as it is."""
+    max_tokens: int = 512
+    """Tokens to write at most; the model may end the document before."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the continuation, which ends before them."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest most likely tokens whose probabilities reach p."""
+    min_p: float | None = None
+    """Draw from the tokens at least this many times as likely as the likeliest."""
+    repetition_penalty: float = 1.0
+    """Makes tokens of the prompt and the continuation less likely; 1 does not, 1.2 is usual."""
+    seed: int = 0
+    """The same seed gives the same text."""
+    samples: int = 1
+    """How many continuations, from seeds one after another."""
+    interactive: bool = False
+    """Ask for a text, continue it, ask again, all of it remembered; an empty line or Ctrl-D ends."""
+    speed: bool = False
+    """Say tokens a second on the error stream."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Read texts of any length with a trained model, at constant memory, and keep what it carries then."""
+
+    run: Positional[Path]
+    """The folder that training wrote."""
+    texts: Positional[tuple[Path, ...]]
+    """Text files (.xz and .gz too), read one after another as one text."""
+    memory: Path = Path("text.memory")
+    """Where to keep it, as safetensors; a memory that is there is read on from."""
+
+
+def generate(options: GenerateOptions, run: "Run", sampling: Sampling) -> None:
+    """Print continuations."""
+    generator = Generator(run.graphdef, run.tokenizer, sampling)
+    reader = Reader(run.graphdef, run.params, run.tokenizer) if options.memory or options.interactive else None
+    memory = Memory.load(options.memory, reader) if options.memory else None
+    if options.interactive:
+        return _converse(options, run, generator, reader, memory)
+    for number in range(options.samples):
+        if options.samples > 1:
+            print(f"--- sample {number + 1} of {options.samples}, seed {options.seed + number}")
+        _print(options.prompt)
+        _say(options, run, generator, options.prompt, memory, options.seed + number)
+
+
+def _converse(
+    options: GenerateOptions, run: "Run", generator: Generator, reader: Reader, memory: Memory | None
+) -> None:
+    """Continue one text after another, each with all before it in the memory."""
+    memory, prompt = memory or reader.start(), options.prompt
+    for turn in range(1 << 31):
+        if not prompt:
+            try:
+                prompt = input("> ")
+            except EOFError:
+                break
+        if not prompt:
+            break
+        said = _say(options, run, generator, prompt, memory, options.seed + turn)
+        memory, _ = reader.read(memory, reader.encode(prompt + said, memory))
+        prompt = ""
+    print()
+
+
+def _say(
+    options: GenerateOptions, run: "Run", generator: Generator, prompt: str, memory: Memory | None, seed: int
+) -> str:
+    """Print a continuation as it comes, and return it."""
+    said, tokens, start = "", 0, None
+    pieces = generator.stream(run.params, prompt, options.max_tokens, seed, until=options.stop, memory=memory)
+    for text in pieces:
+        # The first piece waits for the compiler and the prompt.
+        start, tokens = start or time.monotonic(), tokens + (len(run.tokenizer.encode(text)) if said else 0)
+        said += text
+        _print(text)
+    print()
+    if options.speed and tokens:
+        speed = tokens / (time.monotonic() - start)
+        print(f"{speed:,.1f} tokens/s after the first piece", file=sys.stderr)
+    return said
+
+
+def _print(text: str) -> None:
+    """Print at once; what is no character of UTF-8, as a prompt may hold, as "?"."""
+    print(text.encode("utf-8", "replace").decode(), end="", flush=True)
+
+
+def read(options: ReadOptions, run: "Run") -> None:
+    """Read, say how fast and how well, and keep the memory."""
+    for file in options.texts:
+        if not file.is_file():
+            raise MemoryFileError(f"texts has {str(file)!r}, which is no file; give text files")
+    reader = Reader(run.graphdef, run.params, run.tokenizer)
+    memory = Memory.load(options.memory, reader) if options.memory.exists() else reader.start()
+    if not options.memory.absolute().parent.is_dir():
+        raise MemoryFileError(f"memory is {str(options.memory)!r}, in a folder that is not there; make the folder")
+    if memory.tokens:
+        print(f"{options.memory} has read {memory.tokens:,} tokens; reading on")
+    before = memory.tokens
+    memory, loss, speeds = _read_files(reader, memory, options.texts)
+    memory.save(options.memory)
+    if not loss.tokens:
+        print(f"nothing was read; the memory is in {options.memory}")
+        return
+    size = options.memory.stat().st_size
+    print(
+        f"{memory.tokens - before:,} tokens at {np.mean(speeds):,.0f} tokens/s (first tenth {speeds[0]:,.0f}, last "
+        f"{speeds[-1]:,.0f}), {loss.nats / loss.tokens:.4f} nats a token"
+    )
+    print(f"the memory of {memory.tokens:,} tokens is in {options.memory}, {size:,} bytes")
+
+
+def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tuple[Memory, Loss, list[float]]:
+    """The memory after the files, their loss, and tokens a second in each tenth of them."""
+    documents = [
+        open_documents(DataConfig("text", str(file), validation_path=str(file), validation_every=0), "validation")
+        for file in files
+    ]
+    marks: list[tuple[float, int]] = [(time.monotonic(), 0)]
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.fields[text]}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
+    total = sum(file.stat().st_size for file in files)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, done = bar.add_task("", total=total, text="compiling"), 0
+
+        def texts() -> Iterator[str]:
+            nonlocal done
+            for of_file in documents:
+                for part in of_file.parts(0):
+                    yield part
+                    done += len(part.encode("utf-8", "replace"))
+
+        def told(loss: Loss) -> None:
+            marks.append((time.monotonic(), loss.tokens))
+            speed = loss.tokens / (marks[-1][0] - marks[0][0])
+            bar.update(task, completed=done, text=f"{loss.tokens:,} tokens, {speed:,.0f} tokens/s")
+
+        memory, loss = reader.read(memory, reader.encode(texts(), memory), told)
+    # The first piece waits for the compiler.
+    marks = marks[1:] if len(marks) > 2 else marks
+    parts = np.array_split(np.arange(len(marks)), min(10, len(marks) - 1) or 1)
+    ends = [0, *(int(part[-1]) for part in parts)]
+    speeds = [
+        (marks[b][1] - marks[a][1]) / max(marks[b][0] - marks[a][0], 1e-9)
+        for a, b in zip(ends, ends[1:], strict=False)
+        if b > a
+    ]
+    return memory, loss, speeds or [0.0]

@@ -1,0 +1,209 @@
+"""A memory that can be kept: what a model carries after reading a text of any length, saved, read on, asked later.
+
+    reader = Reader(run.graphdef, run.params, run.tokenizer)
+    memory, loss = reader.read(reader.start(), reader.encode("a long text"))
+    memory.save("book.memory")
+    memory = Memory.load("book.memory", reader)
+
+A memory is the model's state (fast weights, momentum, anchors, convolution tails, windows of attention, positions), of
+constant size whatever was read, and the last token, which the state has not read yet: what follows is predicted from
+it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from titans_jax.config import ModelConfig, to_dict
+from titans_jax.data.packing import encode_after, stretches
+from titans_jax.data.tokenizers import Tokenizer
+from titans_jax.errors import TitansError
+from titans_jax.models import granularity
+
+FORMAT = "1"
+PIECE = 1024
+"""Tokens read at once, or the next whole number of segments."""
+SMALL_PIECES = (256, 16, 1)
+"""What is read at once where a segment is open, or fewer tokens are left."""
+
+
+class MemoryFileError(TitansError, ValueError):
+    """A memory that cannot be kept, read or used with a model. The message says why."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a model carries after reading.
+
+    state: the pytree that `LanguageModel.init_state` makes, of one row. last: the token that comes next to be read.
+    tokens: how many the state has read. fingerprint: that of the model (`fingerprint`).
+    """
+
+    state: Any
+    last: int
+    tokens: int
+    fingerprint: str
+
+    def save(self, file: str | Path) -> None:
+        """Write it as safetensors, an array by its name in the state; beside its place first, and there whole.
+
+        Raises:
+          OSError: it cannot be written; what was there before is whole.
+        """
+        from safetensors.numpy import save_file
+
+        arrays = {name: np.array(leaf, order="C") for name, leaf in named_leaves(self.state).items()}
+        about = {"format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens), "last": str(self.last)}
+        target = Path(file)
+        writing = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        save_file(arrays, writing, {"titans_jax_memory": json.dumps(about)})
+        writing.replace(target)
+
+    @classmethod
+    def load(cls, file: str | Path, reader: Reader) -> Memory:
+        """The memory that `save` wrote, for the model of `reader`.
+
+        Raises:
+          MemoryFileError: no such file, none of a memory, or another model's.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(file).is_file():
+            raise MemoryFileError(f"memory is {str(file)!r}, which is no file; titans read RUN TEXT --memory makes one")
+        try:
+            with safe_open(file, framework="np") as stored:
+                about = json.loads((stored.metadata() or {})["titans_jax_memory"])
+                arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no dictionary)
+            last, tokens = int(about["last"]), int(about["tokens"])
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise MemoryFileError(
+                f"memory is {str(file)!r}, which is damaged or no memory's file; read it anew"
+            ) from error
+        if about["fingerprint"] != reader.fingerprint:
+            raise MemoryFileError(
+                f"memory is {str(file)!r}, which another model has read (its fingerprint is {about['fingerprint']}, "
+                f"this model's {reader.fingerprint}); use that model, or read the text with this one"
+            )
+        abstract = reader.abstract_state
+        names = named_leaves(abstract)
+        if {n: (a.shape, a.dtype) for n, a in arrays.items()} != {n: (a.shape, a.dtype) for n, a in names.items()}:
+            raise MemoryFileError(
+                f"memory is {str(file)!r}, which does not hold this model's state; read the text anew"
+            )
+        leaves = [jnp.asarray(arrays[name]) for name in names]
+        return cls(jax.tree.unflatten(jax.tree.structure(abstract), leaves), last, tokens, reader.fingerprint)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the tokens of a reading cost."""
+
+    nats: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: Loss) -> Loss:
+        return Loss(self.nats + other.nats, self.tokens + other.tokens)
+
+
+class Reader:
+    """Reads tokens into memories of one model.
+
+    Args:
+      graphdef, params: the model. tokenizer: the one it was trained with.
+
+    Raises:
+      MemoryFileError: the model keeps every token (full attention), so that no memory of constant size is to be had.
+    """
+
+    def __init__(self, graphdef: nnx.GraphDef, params: Any, tokenizer: Tokenizer):
+        self._graphdef, self._params, self._tokenizer = graphdef, params, tokenizer
+        self.abstract_state = self._shapes(8)
+        if jax.tree.map(lambda x: x.shape, self.abstract_state) != jax.tree.map(lambda x: x.shape, self._shapes(16)):
+            raise MemoryFileError(
+                "the model has full attention, which keeps every token; use one of lmm, mac, mag, mal or window blocks"
+            )
+        config = nnx.merge(graphdef, params).config
+        self.fingerprint = fingerprint(config, params)
+        self._grain = granularity(config)
+        self._piece = -(-PIECE // self._grain) * self._grain
+        self._read = jax.jit(self._read_tokens)
+
+    def start(self) -> Memory:
+        """The memory before the first token of a document."""
+        state = jax.jit(lambda params: nnx.merge(self._graphdef, params).init_state(1, 8))(self._params)
+        return Memory(state, self._tokenizer.bos_id, 0, self.fingerprint)
+
+    def encode(self, text: str | Iterable[str], memory: Memory | None = None) -> Iterator[np.ndarray]:
+        """A text, or its parts, as tokens int32 [any], stretch by stretch; `memory`: which it goes on from."""
+        for preceding, stretch in stretches([text] if isinstance(text, str) else text):
+            if not preceding and memory is not None and memory.tokens:
+                preceding = self._tokenizer.decode([memory.last])[-1:].replace("\ufffd", "")
+            yield encode_after(self._tokenizer, preceding, stretch)
+
+    def read(
+        self, memory: Memory, tokens: Iterable[np.ndarray], told: Callable[[Loss], None] = lambda _: None
+    ) -> tuple[Memory, Loss]:
+        """The memory after tokens, given in stretches of any length, and what they cost; `memory` stays as it is.
+
+        told: of the loss up to here, after every piece.
+        """
+        state, last, count, loss = memory.state, memory.last, memory.tokens, Loss()
+        waiting = np.array([last], np.int32)
+        for stretch in tokens:
+            waiting = np.concatenate([waiting, stretch.astype(np.int32)])
+            while (size := self._next_piece(count, len(waiting) - 1)) == self._piece:
+                state, loss = self._piece_read(state, waiting[: size + 1], loss)
+                waiting, count = waiting[size:], count + size
+                told(loss)
+        while size := self._next_piece(count, len(waiting) - 1):
+            state, loss = self._piece_read(state, waiting[: size + 1], loss)
+            waiting, count = waiting[size:], count + size
+            told(loss)
+        return Memory(state, int(waiting[0]), count, self.fingerprint), loss
+
+    def _next_piece(self, count: int, available: int) -> int:
+        """How many tokens to read next: a whole piece from a segment's start on, else as few sizes as will do."""
+        behind = count % self._grain
+        if not behind and available >= self._piece:
+            return self._piece
+        room = min(available, self._grain - behind) if behind else available
+        return next((size for size in SMALL_PIECES if size <= room), 0)
+
+    def _piece_read(self, state: Any, tokens: np.ndarray, loss: Loss) -> tuple[Any, Loss]:
+        state, nats = self._read(self._params, state, tokens[None, :-1], tokens[1:])
+        return state, loss + Loss(float(nats), len(tokens) - 1)
+
+    def _read_tokens(self, params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Any, jax.Array]:
+        logits, state = nnx.merge(self._graphdef, params).extend(tokens, state)
+        return state, jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits[0], targets))
+
+    def _shapes(self, length: int) -> Any:
+        return jax.eval_shape(lambda params: nnx.merge(self._graphdef, params).init_state(1, length), self._params)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Arrays of a pytree by their path, as "0.memory.memory.weights.1"."""
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def fingerprint(config: ModelConfig, params: Any) -> str:
+    """16 hexadecimal digits that change with any parameter, and with what the model computes from them."""
+    settings = to_dict(config)
+    del settings["remat"], settings["memory"]["form"]  # how the same numbers are computed
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for name, leaf in named_leaves(params).items():
+        digest.update(name.encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]

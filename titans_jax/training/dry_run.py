@@ -1,0 +1,73 @@
+"""`titans train CONFIG --dry-run`: what a run would be, before it is one; writes nothing."""
+
+import contextlib
+import time
+
+import jax
+
+from titans_jax import data, sharding
+from titans_jax.config import Config, leaves
+from titans_jax.models import granularity, training_flops_per_token
+from titans_jax.training.mesh import use_mesh
+from titans_jax.training.optimizer import make_optimizer
+from titans_jax.training.run import check_vocabulary, init_model
+from titans_jax.training.step import make_train_step
+
+STEPS = 2
+"""Steps that are timed, behind the one that waits for the compiler."""
+
+
+def dry_run(config: Config) -> None:
+    """Print the resolved fields that are not defaults, parameters, text, memory of a step, and the time it would take.
+
+    The time is that of a few steps taken here: on one device, without evaluations and checkpoints.
+
+    Raises:
+      ConfigError, DataError: as training would.
+    """
+    defaults = leaves(Config())
+    for name, value in leaves(config).items():
+        if value != defaults.get(name):
+            print(f"{name:36}{value}")
+    tokenizer = data.load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, tokenizer)
+    batches = data.train_batches(config.data, tokenizer, align=granularity(config.model))
+    with contextlib.closing(batches), use_mesh(config) as mesh:
+        steps, tokens = config.training.steps, config.data.batch_size * config.data.sequence_length
+        optimizer = make_optimizer(config.optimizer, steps)
+        graphdef, params = init_model(config.model, config.training.seed)
+        count = sum(x.size for x in jax.tree.leaves(params))
+        print(f"\nparameters        {count:,}")
+        print(f"text              {batches.statistics}")
+        print(
+            f"tokens            {steps:,} steps of {tokens:,}: {steps * tokens:,} ({_epochs(batches, steps * tokens)})"
+        )
+        flops = training_flops_per_token(config.model, config.data.sequence_length) * steps * tokens
+        print(f"operations        {flops:.3g}")
+        if mesh is not None:
+            print(f"devices           {sharding.machine()}; their time and memory: titans compile")
+            return
+        state = {"params": params, "optimizer": optimizer.init(params)}
+        step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation)
+        batch = next(batches)
+        memory = step.lower(state, batch).compile().memory_analysis()
+        taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+        print(f"memory of a step  {(taken - memory.alias_size_in_bytes) / 1e9:.2f} GB on {sharding.machine()}")
+        state, metrics = step(state, batch)
+        print(f"first loss        {float(metrics['loss']):.4f} nats a token")
+        start = time.monotonic()
+        for _ in range(STEPS):
+            state, metrics = step(state, next(batches))
+            float(metrics["loss"])
+        seconds = (time.monotonic() - start) / STEPS
+        print(f"a step            {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s; all {_hours(steps * seconds)}")
+
+
+def _epochs(batches: data.TrainBatches, tokens: int) -> str:
+    return f"{tokens / (batches.statistics.num_rows * batches.statistics.sequence_length):.2f} times the text"
+
+
+def _hours(seconds: float) -> str:
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds / 3600:.1f} hours" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
