@@ -144,7 +144,7 @@ def write(plan: Plan, results: ResultsFile, console: Console) -> None:
     """Print the table; write NAME.csv, NAME.json and NAME.png, with the command in each."""
     study, options = plan.study, plan.options
     rows = study.finish(options, make_rows([(cell, results.get(cell)) for cell in plan.cells]))
-    columns, baselines = study.columns(options), baselines_of(plan.cells)
+    columns, baselines = study.columns(options), baselines_of(plan.cells) + study.published(options)
     console.print(terminal_table(rows, columns, baselines))
     plots.save_csv(csv_rows(rows, columns, baselines, plan.command), plan.folder / f"{plan.name}.csv")
     plots.save_json(

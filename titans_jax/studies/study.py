@@ -25,7 +25,7 @@ from titans_jax.registry import Registry
 from titans_jax.studies.tasks import Task
 
 if TYPE_CHECKING:
-    from titans_jax.studies.table import Row
+    from titans_jax.studies.table import Baseline, Row
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,10 @@ class Study:
     def finish(self, options: StudyOptions, rows: list[Row]) -> list[Row]:
         """The rows of the table with further numbers, made of those that were measured."""
         return rows
+
+    def published(self, options: StudyOptions) -> list[Baseline]:
+        """What others have printed for the same protocol, to stand beside the table: in words, and the numbers."""
+        return []
 
     def notes(self, options: StudyOptions) -> str:
         """A sentence above the table."""

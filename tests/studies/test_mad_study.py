@@ -1,0 +1,73 @@
+"""`titans study mad`: its settings, its averages, and a model of every task for two steps."""
+
+import dataclasses
+import json
+
+import pytest
+
+from titans_jax import cli
+from titans_jax.data.mad import SETTINGS
+from titans_jax.studies.mad import Mad, MadOptions, MadStudy, answers_of
+from titans_jax.studies.results import Result
+from titans_jax.studies.table import make_rows
+
+
+def test_all_settings_at_every_rate_and_decay():
+    options = MadOptions(models=("attention",), seeds=2, learning_rates=(1e-4, 5e-4, 1e-3), weight_decays=(0.0, 0.1))
+    every = MadStudy().trained(options)
+    assert len(every) == 66 * 6
+    task, names = every[-1]
+    assert names == ("train sequences 800", 1e-3, 0.1) and task.steps == 40 * (800 // 128)
+    assert task.optimizer.weight_decay == 0.1 and task.optimizer.warmup_steps == 0
+
+
+def test_answers_at_random():
+    assert [answers_of(setting) for setting in SETTINGS.values()] == [8, 7, 8, 127, 15, 14]
+
+
+def test_tasks_and_models_are_averaged():
+    """Seed 1: recall (0.4 + 0.6) / 2 at the rate that validation chose, copying 1.0; seed 2 has one that failed."""
+    options = MadOptions(models=("attention",), tasks=("in-context-recall", "selective-copying"), seeds=2)
+    study, done = MadStudy(), []
+    model = study.cells(dataclasses.replace(options, changes=False, seeds=1))[0].model
+    for task, change, rate, values in (
+        ("in-context-recall", "baseline", 1, (0.4, 0.2)), ("in-context-recall", "baseline", 2, (0.9, 0.9)),
+        ("in-context-recall", "length 256", 1, (0.6, None)), ("selective-copying", "baseline", 1, (1.0, 0.5)),
+    ):  # fmt: skip
+        for seed, value in enumerate(values, 1):
+            from titans_jax.studies import Cell
+
+            labels = {"model": "attention", "task": task, "change": change, "learning_rate": rate, "weight_decay": 0}
+            numbers = None if value is None else {"macro_accuracy": value, "validation": 1 / rate}
+            result = Result("failed" if value is None else "finite", 10, 20, 30, 0.1, "", numbers)
+            done.append((Cell(labels, model, Mad(), seed), result))
+    (row,) = study.finish(options, make_rows(done))
+    assert row.labels == {"model": "attention"} and row.models == 6 and row.failed == 1
+    assert row.numbers["in-context-recall"] == [pytest.approx(0.5), None]
+    assert row.numbers["selective-copying"] == [1.0, 0.5] and row.numbers["mad"] == [pytest.approx(0.75), None]
+
+
+@pytest.mark.slow
+def test_end_to_end(tmp_path):
+    arguments = """--models gated_deltanet --nochanges --seeds 1 --epochs 1 --batch_size 4 --train_sequences 8
+        --longest 40 --held_out 4 --dim 8 --head_dim 4 --depth 1 --learning_rates 0.001""".split()
+    arguments[2:3] = ["--changes", "False"]
+    assert cli.main(["study", "mad", *arguments, "--output", str(tmp_path)]) == 0
+    saved = json.loads((tmp_path / "mad.json").read_text())
+    (row,) = saved["rows"]
+    assert set(row["numbers"]) == {*SETTINGS, "mad"} and len(saved["models"]) == 6
+    assert row["numbers"]["mad"]["mean"] == pytest.approx(sum(row["numbers"][t]["mean"] for t in SETTINGS) / 6)
+    assert len(saved["baselines"]) == 6 and (tmp_path / "mad.png").exists()
+
+
+def test_one_task_end_to_end(tmp_path):
+    arguments = """--models gated_deltanet --tasks compression --changes False --seeds 1 --epochs 1 --batch_size 4
+        --train_sequences 8 --longest 12 --held_out 4 --dim 8 --head_dim 4 --depth 1 --learning_rates 0.001""".split()
+    assert cli.main(["study", "mad", *arguments, "--output", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "mad.json").read_text())["rows"]
+    assert row["tokens"] == [96, 96] and 0 <= row["numbers"]["compression"]["mean"] <= 1
+
+
+def test_a_mistake_ends_in_one_sentence(capsys, tmp_path):
+    assert cli.main(["study", "mad", "--tasks", "copying", "--output", str(tmp_path / "out")]) == 2
+    assert "tasks has 'copying'; use in-context-recall, " in capsys.readouterr().err

@@ -1,0 +1,242 @@
+"""`titans study mad`: the six tasks of MAD, each at its baseline and with one thing changed at a time.
+
+A model's score at a setting is its accuracy over classes (macro-averaged) on test sequences, at the learning rate and
+weight decay that are best on validation sequences; a task's score is the mean over its settings, and MAD's the mean
+over the six tasks. MAD itself (arXiv 2403.17844) chooses rate and decay on the test sequences, and trains for 200
+epochs; here a training ends early once its validation score is 0.999, and its best epoch counts.
+"""
+
+import dataclasses
+import itertools
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from titans_jax import plots
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, OptimizerConfig, did_you_mean
+from titans_jax.data.mad import SETTINGS, MadSetting, mad_sequences, settings
+from titans_jax.studies import models
+from titans_jax.studies.generated import Generated, Sequences
+from titans_jax.studies.models import ATTENTION
+from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
+from titans_jax.studies.table import Baseline, Row, best_of
+from titans_jax.studies.tasks import Numbers
+
+PUBLISHED: dict[str, dict[str, float]] = {
+    "Transformer, as Titans prints it": {"compression": 0.494, "in-context-recall": 1.0,
+        "fuzzy-in-context-recall": 0.482, "selective-copying": 0.959, "memorization": 0.838},
+    "Gated DeltaNet, as Titans prints it": {"compression": 0.448, "in-context-recall": 1.0,
+        "fuzzy-in-context-recall": 0.325, "selective-copying": 0.962, "memorization": 0.817},
+    "Titans LMM, as printed": {"compression": 0.496, "in-context-recall": 1.0,
+        "fuzzy-in-context-recall": 0.497, "selective-copying": 0.994, "memorization": 0.835},
+}  # fmt: skip
+"""Scores of the later text of Titans (no noisy recall among them), of all settings."""
+
+
+@dataclass(frozen=True)
+class Mad(Generated):
+    """One task of MAD at one difficulty."""
+
+    name: ClassVar[str] = "mad"
+    enough: ClassVar[float] = 0.999
+    score_number: ClassVar[str] = "macro_accuracy"
+
+    setting: MadSetting = field(default_factory=lambda: SETTINGS["in-context-recall"])
+    """What sequences look like; its train_sequences are read again and again."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """AdamW by a cosine to a thousandth, without warm-up, as in MAD."""
+        return dataclasses.replace(
+            super().optimizer, warmup_steps=0, final_learning_rate_ratio=1e-3, weight_decay=self.weight_decay,
+            beta2=0.999,
+        )  # fmt: skip
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training row."""
+        return self.setting.length
+
+    @property
+    def vocabulary(self) -> int:
+        """See `Generated`."""
+        return self.setting.vocab_size
+
+    def fit_to(self, model: ModelConfig) -> ModelConfig:
+        """See `Task`; compression has a head of its own."""
+        head = "autoencoder" if self.setting.task == "compression" else model.head
+        return dataclasses.replace(super().fit_to(model), head=head)
+
+    def draw(self, count: int, seed: int, asked: bool) -> Sequences:
+        """See `Generated`."""
+        return mad_sequences(self.setting, count, seed, asked)
+
+    def baseline(self) -> tuple[str, Numbers]:
+        """See `Task`: one of the answers there are, at random."""
+        return f"an answer of {self.setting.task} at random", {self.setting.task: 1 / answers_of(self.setting)}
+
+
+def answers_of(setting: MadSetting) -> int:
+    """How many different tokens may be an answer."""
+    size = setting.vocab_size
+    if setting.task == "compression":
+        return size - 1
+    if setting.task == "selective-copying":
+        return size - 2
+    if setting.task == "noisy-in-context-recall":
+        return size - setting.noise_tokens - (size - setting.noise_tokens) // 2
+    return size - size // 2 - (setting.task != "in-context-recall")
+
+
+@dataclass(frozen=True)
+class MadOptions(StudyOptions):
+    """Train small models on the six tasks of MAD."""
+
+    models: tuple[str, ...] = (ATTENTION, "gated_deltanet", "titans")
+    """Presets of memories, and "attention"."""
+    tasks: tuple[str, ...] = tuple(SETTINGS)
+    """Tasks by name."""
+    changes: bool = True
+    """Also the settings with one thing changed, in place of the baselines alone."""
+    learning_rates: tuple[float, ...] = (5e-4, 1e-3)
+    """Rates tried; MAD's are 1e-4, 5e-4 and 1e-3."""
+    weight_decays: tuple[float, ...] = (0.1,)
+    """Decays tried; MAD's are 0 and 0.1."""
+    epochs: int = 40
+    """How often the training sequences are read; MAD's are 200."""
+    batch_size: int = 128
+    """Sequences of a step."""
+    train_sequences: int | None = None
+    """Training sequences of every setting, None for MAD's own."""
+    longest: int | None = None
+    """Settings of longer sequences are cut to this; None is MAD's own."""
+    held_out: int = 1280
+    """Test sequences, and as many of validation."""
+    dim: int = 128
+    """Width of the residual stream."""
+    depth: int = 2
+    """Blocks, each a memory and a feed-forward layer."""
+    head_dim: int = 32
+    """Width of a head."""
+    memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=8))
+    """The other fields of the memories."""
+
+
+@register_study("mad")
+class MadStudy(Study):
+    """The six tasks of MAD, one change at a time, macro-averaged."""
+
+    options = MadOptions
+
+    def defaults(self, said: MadOptions) -> MadOptions:
+        """See `Study`."""
+        default = MadOptions(quick=said.quick)
+        if not said.quick:
+            return default
+        return dataclasses.replace(
+            default, seeds=1, changes=False, learning_rates=(3e-3,), epochs=5, batch_size=16, train_sequences=800,
+            longest=64, held_out=128, dim=64, head_dim=16,
+        )  # fmt: skip
+
+    def cells(self, options: MadOptions) -> list[Cell]:
+        """See `Study`."""
+        at_least_one(
+            options, "models", "tasks", "learning_rates", "weight_decays", "epochs", "batch_size", "held_out", "dim",
+            "depth", "head_dim",
+        )  # fmt: skip
+        models.check_presets(options.models, others=(ATTENTION,))
+        for name in options.tasks:
+            if name not in SETTINGS:
+                raise ConfigError(f"tasks has {name!r}; use {', '.join(SETTINGS)}{did_you_mean(name, SETTINGS)}")
+        built = {
+            name: models.small_model(name, "lmm", options.dim, options.depth, options.head_dim, options.memory)
+            for name in dict.fromkeys(options.models)
+        }
+        cells: list[Cell] = []
+        for task, (change, rate, decay) in self.trained(options):
+            sized = models.same_size([task.fit_to(model) for model in built.values()])
+            names = {"task": task.setting.task, "change": change, "learning_rate": rate, "weight_decay": decay}
+            kinds = [({"model": name} | names, model) for name, model in zip(built, sized, strict=True)]
+            cells += with_seeds(options, kinds, task)
+        return cells
+
+    def trained(self, options: MadOptions) -> list[tuple[Mad, tuple[str, float, float]]]:
+        """Every task with its change, learning rate and weight decay."""
+        found = []
+        for name in dict.fromkeys(options.tasks):
+            for change, setting in settings(name).items() if options.changes else [("baseline", SETTINGS[name])]:
+                count = options.train_sequences or setting.train_sequences
+                length = min(setting.length, options.longest or setting.length)
+                setting = dataclasses.replace(setting, train_sequences=count, length=length)
+                for rate, decay in itertools.product(
+                    dict.fromkeys(options.learning_rates), dict.fromkeys(options.weight_decays)
+                ):
+                    task = Mad(
+                        steps=options.epochs * (count // options.batch_size), batch_size=options.batch_size,
+                        learning_rate=rate, train_sequences=count // options.batch_size * options.batch_size,
+                        validation_sequences=options.held_out, test_sequences=options.held_out, setting=setting,
+                        weight_decay=decay,
+                    )  # fmt: skip
+                    found.append((task, (change, rate, decay)))
+        return found
+
+    def columns(self, options: MadOptions) -> list[Column]:
+        """See `Study`."""
+        names = dict.fromkeys(options.tasks)
+        return [*(Column(name, name.replace("in-context-", "")) for name in names), Column("mad", "mean")]
+
+    def finish(self, options: MadOptions, rows: list[Row]) -> list[Row]:
+        """See `Study`: a row per model; with each seed, a task's number is its mean over settings."""
+        rows, found = best_of(rows, ("learning_rate", "weight_decay"), "validation"), []
+        for name in dict.fromkeys(row.labels["model"] for row in rows):
+            own = [row for row in rows if row.labels["model"] == name]
+            numbers: dict[str, list[float | None]] = {}
+            for task in dict.fromkeys(options.tasks):
+                every = [row.numbers.get("macro_accuracy", []) for row in own if row.labels["task"] == task]
+                numbers[task] = [_mean(values) for values in zip(*every, strict=False)]
+            numbers["mad"] = [_mean(values) for values in zip(*numbers.values(), strict=False)]
+            sums = {part: sum(getattr(row, part) for row in own) for part in ("models", "not_finite", "failed")}
+            sizes = {
+                part: sorted({size for row in own for size in getattr(row, part)})
+                for part in ("parameters", "state_floats", "tokens")
+            }
+            ends = {part: [min(every), max(every)] for part, every in sizes.items()}
+            seconds = statistics.fmean(row.seconds for row in own)
+            found.append(Row({"model": name}, **ends, seconds=seconds, **sums, numbers=numbers))
+        return found
+
+    def published(self, options: MadOptions) -> list[Baseline]:
+        """See `Study`; where all settings are trained as they are in MAD."""
+        as_it_is = options.changes and options.longest is None and options.train_sequences is None
+        return list(PUBLISHED.items()) if as_it_is else []
+
+    def notes(self, options: MadOptions) -> str:
+        """See `Study`."""
+        which = "all settings" if options.changes else "the baselines alone"
+        cut = f", cut to {options.longest} tokens" if options.longest else ""
+        return f"{which}{cut}, {options.epochs} epochs at most; macro-averaged accuracy, rate and decay by validation"
+
+    def draw(self, options: MadOptions, rows: list[Row], file: Path, note: str) -> None:
+        """See `Study`: bars by task, a colour per model."""
+        columns = self.columns(options)
+        with plots.figure(file, 2 + 1.5 * len(columns), 4, note=note) as axes:
+            width = 0.8 / len(rows)
+            for number, row in enumerate(rows):
+                spreads = [row.spread(column.number) for column in columns]
+                places = [place + (number - (len(rows) - 1) / 2) * width for place in range(len(columns))]
+                known = [(place, value) for place, value in zip(places, spreads, strict=True) if value.count]
+                axes.bar(
+                    [place for place, _ in known], [value.mean for _, value in known], width,
+                    yerr=[value.sd or 0 for _, value in known], capsize=2, label=row.labels["model"],
+                )  # fmt: skip
+            axes.set_xticks(range(len(columns)), [column.heading for column in columns], rotation=20)
+            axes.set(ylabel="accuracy, mean over classes", ylim=(0, 1.03))
+            axes.legend(fontsize="x-small")
+
+
+def _mean(values: tuple[float | None, ...]) -> float | None:
+    """None where one of them is not known: a mean without the hard settings would flatter."""
+    return None if not values or None in values else statistics.fmean(values)
