@@ -10,6 +10,7 @@ time, until the run is finished; what it made must then be that of the undisturb
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -33,8 +34,9 @@ config = tiny_config(steps=40, checkpoint_every=2, evaluate_every=5, diagnostics
 """
 MOST_STARTS = 30
 """Starts in one run folder, beyond which nothing is thought to go on."""
-ALONE = 200.0
-"""Seconds after which a process must have noticed that the other one is gone: jax.distributed's own limit is 100."""
+ALONE = 60.0
+"""Seconds a process may take to notice that the other one is gone; then it is killed too, as a scheduler would do. One
+that waits for the other to start waits for as long as jax.distributed does, five minutes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,19 +148,19 @@ def kill_and_go_on(folder: Path, kills: int, seed: int, work: Work | None = None
 
 
 def killed(processes: list[subprocess.Popen], after: float, chance: random.Random) -> bool:
-    """Kill one of the processes `after` seconds and wait for the others to end; False if all had ended by then."""
+    """Kill one of the processes after so many seconds, and see the others end; False if it had ended by then."""
     chosen = chance.choice(processes)
     try:
         chosen.wait(after)
         return False
     except subprocess.TimeoutExpired:
         chosen.kill()
-    try:
-        for process in processes:
-            process.wait(ALONE)
-    finally:
-        for process in processes:
-            process.kill()
+    until = time.monotonic() + ALONE
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(until - time.monotonic())
+        process.kill()
+        process.wait()
     return True
 
 
