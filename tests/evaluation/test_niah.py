@@ -13,6 +13,7 @@ from titans_jax import cli
 from titans_jax.evaluation import EvaluationError, EvaluationOptions, niah
 from titans_jax.evaluation.needles import NOISE, Essay, split_sentences
 from titans_jax.evaluation.ruler_tasks import TASKS, make_sample, score
+from titans_jax.inference import Generator, NotFiniteLogits
 
 NEEDLES = list(TASKS)[:8]
 ESSAY = Essay("The sea was calm. Nobody spoke for an hour! Was it over? It was, at 3.5 knots. " * 20)
@@ -131,7 +132,7 @@ def all_knowing(monkeypatch):
 
     monkeypatch.setattr(niah, "make_sample", made)
     said = lambda self, params, prompts, count: [answers[prompt] for prompt in prompts]  # noqa: E731
-    monkeypatch.setattr(niah.Generator, "complete", said)
+    monkeypatch.setattr(Generator, "complete", said)
     return answers
 
 
@@ -150,14 +151,14 @@ def test_a_model_that_says_the_answer_finds_all(run, all_knowing):
 
 
 def test_what_was_answered_before_logits_were_not_finite_is_kept(run, all_knowing, monkeypatch):
-    known = niah.Generator.complete
+    known = Generator.complete
 
     def fails_late(self, params, prompts, count):
         if count == TASKS["fwe"].generated:
-            raise niah.NotFiniteLogits("logits are not finite")
+            raise NotFiniteLogits("logits are not finite")
         return known(self, params, prompts, count)
 
-    monkeypatch.setattr(niah.Generator, "complete", fails_late)
+    monkeypatch.setattr(Generator, "complete", fails_late)
     monkeypatch.setattr(niah, "TASKS", {name: TASKS[name] for name in ("niah_single_1", "fwe")})
     with pytest.raises(EvaluationError, match="logits are not finite; the 1 answers before are in ruler.json"):
         niah.ruler(run, EvaluationOptions(length=1024, samples=1))

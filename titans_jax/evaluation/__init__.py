@@ -1,5 +1,9 @@
 """What a trained model is worth: a registry of evaluators."""
 
+from titans_jax.evaluation import babilong as babilong  # registers its tasks, as those below do
+from titans_jax.evaluation import harness as harness
+from titans_jax.evaluation import niah as niah
+from titans_jax.evaluation.asking import Answer
 from titans_jax.evaluation.evaluators import (
     EVALUATORS,
     EvaluationError,
@@ -8,9 +12,7 @@ from titans_jax.evaluation.evaluators import (
     Numbers,
     register_evaluator,
 )
-from titans_jax.evaluation.harness import HarnessTask
 from titans_jax.evaluation.measure import evaluators_of, measure
-from titans_jax.evaluation.niah import Answer
 from titans_jax.evaluation.perplexity import Evaluation, evaluate, evaluate_run
 from titans_jax.evaluation.positions import Bucket
 
@@ -22,7 +24,6 @@ __all__ = [
     "EvaluationError",
     "EvaluationOptions",
     "Evaluator",
-    "HarnessTask",
     "Numbers",
     "evaluate",
     "evaluate_run",

@@ -30,3 +30,15 @@ def read_documents(run: Run, file: Path | None) -> list[str]:
         return list(data.SOURCES[config.source](config, "train"))
     except (data.DataError, OSError) as error:
         raise EvaluationError(f"text is {str(file)!r}, which cannot be used: {error}") from error
+
+
+def find_file(folder: Path, name: str) -> Path:
+    """The file of that name, as it is or packed.
+
+    Raises:
+      EvaluationError: there is none.
+    """
+    for file in (folder / (name + ending) for ending in ("", ".gz", ".xz")):
+        if file.is_file():
+            return file
+    raise EvaluationError(f"there is no {folder / name} (nor .gz, .xz); titans data list says where it comes from")

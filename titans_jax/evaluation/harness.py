@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from titans_jax.evaluation.documents import find_file
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.inference import NotFiniteLogits
 from titans_jax.plots import figure, save_csv, save_json
@@ -159,18 +160,6 @@ def _import_model() -> Any:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()  # of reading a local file
     return TitansLM
-
-
-def find_file(folder: Path, name: str) -> Path:
-    """The file of that name, as it is or packed.
-
-    Raises:
-      EvaluationError: there is none.
-    """
-    for file in (folder / (name + ending) for ending in ("", ".gz", ".xz")):
-        if file.is_file():
-            return file
-    raise EvaluationError(f"there is no {folder / name} (nor .gz, .xz); titans data list says where it comes from")
 
 
 def read_documents(file: Path, task: HarnessTask) -> tuple[list[dict[str, Any]], str]:

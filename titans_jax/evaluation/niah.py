@@ -9,22 +9,18 @@ RULER's string_match_all (see `ruler_tasks`, also for what differs from RULER).
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
+from titans_jax.evaluation.asking import Answer, Asking, Question, mean_of_tasks
 from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.evaluation.needles import ADJECTIVES, NOUNS, Essay
-from titans_jax.evaluation.ruler_tasks import TASKS, Sample, make_sample, score
-from titans_jax.inference import Generator, NotFiniteLogits, Sampling
-from titans_jax.plots import panels, save_csv, save_json
+from titans_jax.evaluation.ruler_tasks import TASKS, make_sample, score
+from titans_jax.plots import panels
 
 if TYPE_CHECKING:
     from titans_jax.training import Run
@@ -32,22 +28,6 @@ if TYPE_CHECKING:
 SHORTEST = 1024
 SAMPLES = 500
 DEPTH_BINS = 10
-SIDE_BY_SIDE = 16
-"""Prompts that are read at a time."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One sample: which, where its needle stood (0 to 1 of the prompt; None without one), what was said, and how much
-    of it was right."""
-
-    task: str
-    length: int
-    seed: int
-    depth: float | None
-    answers: tuple[str, ...]
-    said: str
-    accuracy: float
 
 
 @register_evaluator()
@@ -70,12 +50,7 @@ def ruler(run: Run, options: EvaluationOptions) -> Numbers:
     Writes ruler.csv, .json and .png. RULER's qa_1 and qa_2 are not there: they read SQuAD and HotpotQA.
     """
     numbers = measure(run, options, list(TASKS), "ruler")
-    rows = [row for name in TASKS if name in numbers for row in numbers[name]]
-    mean = []
-    for length in sorted({row["length"] for row in rows}):
-        right = [row["accuracy"] for row in rows if row["length"] == length]
-        mean.append({"length": length, "tasks": len(right), "accuracy": float(np.mean(right))})
-    return numbers | {"mean": mean}
+    return numbers | {"mean": mean_of_tasks(numbers)}
 
 
 def measure(run: Run, options: EvaluationOptions, tasks: list[str], name: str) -> Numbers:
@@ -83,67 +58,24 @@ def measure(run: Run, options: EvaluationOptions, tasks: list[str], name: str) -
     if options.length < SHORTEST:
         raise EvaluationError(f"length is {options.length:,}; use at least {SHORTEST:,}")
     lengths = [SHORTEST << power for power in range((options.length // SHORTEST).bit_length())]
-    questions = Questions(run, options)
-    console = Console(stderr=True)
-    generator = Generator(run.graphdef, run.tokenizer, Sampling(temperature=0))
-    answers: list[Answer] = []
-    failure = None
-    asked = itertools.product(lengths, tasks, range(0, questions.samples, SIDE_BY_SIDE))
-    parts = len(lengths) * len(tasks) * -(-questions.samples // SIDE_BY_SIDE)
-    try:
-        for length, task, first in track(asked, name, parts, console=console, transient=True):
-            answers += questions.ask(generator, task, length, first)
-    except NotFiniteLogits as error:
-        failure = error
-    if not answers:
-        raise EvaluationError(f"{name}: {failure or next(iter(questions.left_out.values()))}") from failure
-    numbers: Numbers = {}
-    for task in tasks:
-        if table := _table([each for each in answers if each.task == task]):
-            numbers[task] = table
-    _write(run, options, answers, numbers, questions.left_out, name)
-    for sentence in questions.left_out.values():
-        console.print(f"titans: left out: {sentence}", highlight=False, soft_wrap=True)
-    if failure:
-        raise EvaluationError(f"{name}: {failure}; the {len(answers):,} answers before are in {name}.json") from failure
-    return numbers
+    essay = read_essay(run, options.text)
 
-
-class Questions:
-    """The samples of one evaluation, the same for all models of a tokenizer."""
-
-    def __init__(self, run: Run, options: EvaluationOptions):
-        self._run, self.samples = run, options.samples or SAMPLES
-        self._essay = read_essay(run, options.text)
-        self.left_out: dict[tuple[str, int], str] = {}
-        """Sentences, by task and length, on what does not fit a length."""
-
-    def ask(self, generator: Generator, task: str, length: int, first: int) -> Iterator[Answer]:
-        """What the model says to `SIDE_BY_SIDE` samples from number `first` on; to none that are left out.
-
-        Raises:
-          NotFiniteLogits: it says nothing.
-        """
-        seeds = range(first, min(first + SIDE_BY_SIDE, self.samples))
-        if (task, length) in self.left_out:
-            return
+    def make(task: str, length: int, seed: int) -> Question:
+        kind = TASKS[task]
         try:
-            samples = [self.make(task, length, seed) for seed in seeds]
+            sample = make_sample(kind, essay, lambda text: 1 + len(run.tokenizer.encode(text)), length, seed)
         except ValueError as error:
-            self.left_out[task, length] = f"{task}: {error}; use a larger length"
-            return
-        prompts = [sample.prompt for sample in samples]
-        said = generator.complete(self._run.params, prompts, TASKS[task].generated)
-        for seed, sample, text in zip(seeds, samples, said, strict=True):
-            depth = None if sample.depth is None else round(sample.depth, 4)
-            yield Answer(task, length, seed, depth, sample.answers, text, score(sample.answers, text))
+            raise ValueError(f"{error}; use a larger length") from error
+        return Question(
+            sample.prompt, sample.answers, sample.depth, kind.generated, functools.partial(score, sample.answers)
+        )
 
-    def make(self, task: str, length: int, seed: int) -> Sample:
-        """One sample; raises ValueError where a length leaves no room for it."""
-        return make_sample(TASKS[task], self._essay, self._count_tokens, length, seed)
-
-    def _count_tokens(self, text: str) -> int:
-        return 1 + len(self._run.tokenizer.encode(text))
+    header = {
+        "essays": str(options.text or "the run's validation documents"),
+        "words": f"{len(ADJECTIVES)} adjectives x {len(NOUNS)} nouns of titans_jax",
+        "sentences": "titans_jax's own rule",
+    }
+    return Asking(name, tasks, lengths, options.samples or SAMPLES, make, header, draw).measure(run, options)
 
 
 def read_essay(run: Run, file: Path | None) -> Essay:
@@ -157,39 +89,6 @@ def read_essay(run: Run, file: Path | None) -> Essay:
         return Essay(text)
     except ValueError as error:
         raise EvaluationError(f"text is {str(file)!r}, which cannot be used: {error}") from error
-
-
-def _write(
-    run: Run,
-    options: EvaluationOptions,
-    answers: list[Answer],
-    numbers: Numbers,
-    left_out: dict[tuple[str, int], str],
-    name: str,
-) -> None:
-    files = name if options.memory == "on" else f"{name}_{options.memory}"
-    header = {
-        "step": run.step,
-        "trained_on_rows_of": run.config.data.sequence_length,
-        "tokenizer": run.config.data.tokenizer,
-        "essays": str(options.text or "the run's validation documents"),
-        "words": f"{len(ADJECTIVES)} adjectives x {len(NOUNS)} nouns of titans_jax",
-        "sentences": "titans_jax's own rule",
-        "memory": options.memory,
-    }
-    without = {"left_out": list(left_out.values())} if left_out else {}
-    save_json(header | without | {"answers": answers}, run.folder / f"{files}.json")
-    save_csv([{"task": task, **row} for task in numbers for row in numbers[task]], run.folder / f"{files}.csv")
-    note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
-    draw(answers, note, run.folder / f"{files}.png")
-
-
-def _table(answers: list[Answer]) -> list[dict[str, float]]:
-    rows = []
-    for length in dict.fromkeys(answer.length for answer in answers):
-        right = [answer.accuracy for answer in answers if answer.length == length]
-        rows.append({"length": length, "samples": len(right), "accuracy": round(100 * float(np.mean(right)), 2)})
-    return rows
 
 
 def draw(answers: list[Answer], note: str, file: Path) -> None:

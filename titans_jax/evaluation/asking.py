@@ -1,0 +1,160 @@
+"""Questions of known answers about texts of growing length: asked side by side, scored, and kept as tables and files.
+
+What RULER and BABILong share. A task says which questions; here they are put to the model, in groups that are read at a
+time, and nothing is lost of what was answered when a later one fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers
+from titans_jax.inference import Generator, NotFiniteLogits, Sampling
+from titans_jax.plots import save_csv, save_json
+
+if TYPE_CHECKING:
+    from titans_jax.training import Run
+
+SIDE_BY_SIDE = 16
+"""Questions that are read at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A text that ends where its answer begins, the answers that are right, and how an answer is scored, from 0 to 1.
+
+    depth: where in the text the answer stands, from 0 to 1, if anywhere. generated: tokens of an answer.
+    """
+
+    prompt: str
+    answers: tuple[str, ...]
+    depth: float | None
+    generated: int
+    score: Callable[[str], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What was said to question number `seed` of a task and length, and how much of it was right."""
+
+    task: str
+    length: int
+    seed: int
+    depth: float | None
+    answers: tuple[str, ...]
+    said: str
+    accuracy: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """An evaluation by questions.
+
+    name: what its files are called. make: the question of a task, a length and a number; ValueError, of one sentence,
+    where a length has no room for it. header: what a reader of the numbers must know.
+    """
+
+    name: str
+    tasks: Sequence[str]
+    lengths: Sequence[int]
+    samples: int
+    make: Callable[[str, int, int], Question]
+    header: dict[str, Any]
+    draw: Callable[..., None]
+
+    def measure(self, run: Run, options: EvaluationOptions) -> Numbers:
+        """The table of each task by its name, a row for every length that its questions fit.
+
+        Writes <name>.csv, .json with every answer, and .png, into the run's folder.
+
+        Raises:
+          EvaluationError: the model's logits are not finite, or no question fits.
+        """
+        console, answers = Console(stderr=True), []
+        left_out: dict[tuple[str, int], str] = {}
+        failure = None
+        cells = itertools.product(self.lengths, self.tasks, range(0, self.samples, SIDE_BY_SIDE))
+        parts = len(self.lengths) * len(self.tasks) * -(-self.samples // SIDE_BY_SIDE)
+        generator = Generator(run.graphdef, run.tokenizer, Sampling(temperature=0))
+        try:
+            for length, task, first in track(cells, self.name, parts, console=console, transient=True):
+                if (task, length) in left_out:
+                    continue
+                try:
+                    answers += self._ask(run, generator, task, length, first)
+                except _NoRoom as error:
+                    left_out[task, length] = f"{task}: {error}"
+        except NotFiniteLogits as error:
+            failure = error
+        if not answers:
+            raise EvaluationError(f"{self.name}: {failure or next(iter(left_out.values()))}") from failure
+        # A question that has no room ends its cell, whose earlier answers would be those of the short ones.
+        kept = [each for each in answers if (each.task, each.length) not in left_out] or answers
+        numbers: Numbers = {}
+        for task in self.tasks:
+            if table := _table([each for each in kept if each.task == task]):
+                numbers[task] = table
+        self._write(run, options, kept, numbers, list(left_out.values()))
+        for sentence in left_out.values():
+            console.print(f"titans: left out: {sentence}", highlight=False, soft_wrap=True)
+        if failure:
+            where = f"the {len(answers):,} answers before are in {self.name}.json"
+            raise EvaluationError(f"{self.name}: {failure}; {where}") from failure
+        return numbers
+
+    def _ask(self, run: Run, generator: Generator, task: str, length: int, first: int) -> Iterator[Answer]:
+        numbers = range(first, min(first + SIDE_BY_SIDE, self.samples))
+        try:
+            questions = [self.make(task, length, number) for number in numbers]
+        except ValueError as error:
+            raise _NoRoom(str(error)) from error
+        prompts = [question.prompt for question in questions]
+        said = generator.complete(run.params, prompts, questions[0].generated)
+        for number, question, text in zip(numbers, questions, said, strict=True):
+            depth = None if question.depth is None else round(question.depth, 4)
+            yield Answer(task, length, number, depth, question.answers, text, question.score(text))
+
+    def _write(
+        self, run: Run, options: EvaluationOptions, answers: list[Answer], numbers: Numbers, left_out: list[str]
+    ) -> None:
+        files = self.name if options.memory == "on" else f"{self.name}_{options.memory}"
+        header = {
+            "step": run.step,
+            "trained_on_rows_of": run.config.data.sequence_length,
+            "tokenizer": run.config.data.tokenizer,
+            "memory": options.memory,
+        } | self.header
+        without = {"left_out": left_out} if left_out else {}
+        save_json(header | without | {"answers": answers}, run.folder / f"{files}.json")
+        save_csv([{"task": task, **row} for task in numbers for row in numbers[task]], run.folder / f"{files}.csv")
+        note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
+        self.draw(answers, note, run.folder / f"{files}.png")
+
+
+def mean_of_tasks(numbers: Numbers) -> list[dict[str, float]]:
+    """At every length, the mean accuracy over the tasks whose questions fit it, and how many these are."""
+    rows = [row for table in numbers.values() for row in table]
+    mean = []
+    for length in sorted({row["length"] for row in rows}):
+        right = [row["accuracy"] for row in rows if row["length"] == length]
+        mean.append({"length": length, "tasks": len(right), "accuracy": float(np.mean(right))})
+    return mean
+
+
+class _NoRoom(Exception):
+    pass
+
+
+def _table(answers: list[Answer]) -> list[dict[str, float]]:
+    rows = []
+    for length in dict.fromkeys(answer.length for answer in answers):
+        right = [answer.accuracy for answer in answers if answer.length == length]
+        rows.append({"length": length, "samples": len(right), "accuracy": round(100 * float(np.mean(right)), 2)})
+    return rows
