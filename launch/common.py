@@ -302,7 +302,7 @@ def _data_fields(commands: Commands, options: argparse.Namespace, train: list[st
     if found.returncode:
         raise LaunchError(last_line(found.stderr).removeprefix("titans: "))
     data = json.loads(found.stdout)["data"] if not commands.dry_run else {"source": "python", "tokenizer": "byte"}
-    if data["source"] != "python" and data["path"] is None:
+    if data["source"] != "python" and data["path"] is None and not data.get("mixture"):
         raise LaunchError(
             f"data.path is None, but data.source is {data['source']}; put the text into gs://{options.bucket} and give "
             f"its place, such as --data.path {MOUNT}/data/text"

@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
+from titans_jax.models.loss import cross_entropy_sum
 from titans_jax.training.step import make_train_step
 
 VOCAB = 11
@@ -21,6 +22,9 @@ class Bigram(nnx.Module):
 
     def __call__(self, tokens, segment_ids):
         return self.table[...][tokens]
+
+    def loss_sum(self, batch):
+        return cross_entropy_sum(self(batch["tokens"], batch["segment_ids"]), batch["targets"])
 
 
 def batch(rows: int = 4, time: int = 6) -> dict[str, np.ndarray]:
@@ -79,3 +83,17 @@ def test_a_step_that_is_not_finite_is_not_applied():
     assert not np.isfinite(metrics["loss"])
     for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(new, old)
+
+
+def test_the_average_of_the_weights_moves_towards_them():
+    """a <- d a + (1 - d) w after every step, from the first weights on."""
+    graphdef, params = nnx.split(Bigram())
+    params, optimizer = nnx.to_pure_dict(params), optax.sgd(0.5)
+    step = make_train_step(graphdef, optimizer, 1, ema=0.75)
+    state = {"params": params, "optimizer": optimizer.init(params), "ema": jax.tree.map(jnp.copy, params)}
+    expected = np.asarray(params["table"])
+    for _ in range(3):
+        state, _ = step(state, batch())
+        expected = 0.75 * expected + 0.25 * np.asarray(state["params"]["table"])
+    np.testing.assert_allclose(state["ema"]["table"], expected, rtol=1e-5)
+    assert np.abs(expected - np.asarray(state["params"]["table"])).max() > 1e-3

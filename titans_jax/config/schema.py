@@ -192,6 +192,9 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, such as 0.999, which evaluations, samples and whoever loads the run use
+    in their place; None keeps none."""
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def _validate_ranges(config: Config) -> None:
     require(["training.seed", "data.seed"], lambda x: 0 <= x < 1 << 32, f"0 to {(1 << 32) - 1}")
     require(_ABOVE_ZERO, lambda x: 0 < x < float("inf"), "a positive number")
     require(["optimizer.beta1", "optimizer.beta2"], lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require(["optimizer.ema"], lambda x: x is None or 0 <= x < 1, "a number in [0, 1), or None")
     require(["optimizer.final_learning_rate_ratio"], lambda x: 0 <= x <= 1, "a number in [0, 1]")
     require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
     require(["model.hidden_dim"], lambda x: x is None or x >= 1, "at least 1, or None")

@@ -80,7 +80,7 @@ class Checkpoints:
             cleanup_tmp_directories=kept is not None,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
-        items = ("params", "optimizer", "run")
+        items = ("params", "optimizer", "ema", "run")
         self._manager = ocp.CheckpointManager(folder.absolute(), item_names=items, options=options)
 
     def save(
@@ -95,7 +95,7 @@ class Checkpoints:
         """Write a step's state in the background; its arrays may be donated as soon as this returns.
 
         Args:
-          state: {"params", "optimizer"}, trees of arrays.
+          state: {"params", "optimizer"}, and "ema" where there is one, trees of arrays.
           data_position, text, goodput: what `TrainBatches.get_state`, `data.identify` and `Goodput.get_state` return.
 
         Raises:

@@ -10,7 +10,7 @@ from titans_jax.training.report import TrainingStopped
 from titans_jax.training.run import abstract_model
 
 COPIES = 3
-"""What a run keeps for every parameter: itself, and the two moments of AdamW."""
+"""What a run keeps for every parameter: itself, and the two moments of AdamW; one more with optimizer.ema."""
 LOWER = "raise training.gradient_accumulation or mesh.fsdp, or lower data.batch_size, data.sequence_length or model.dim"
 
 
@@ -27,7 +27,11 @@ def check_state_fits(config: Config, mesh: jax.sharding.Mesh | None) -> None:
         return
     shards = mesh.shape["fsdp"] * mesh.shape["tensor"] if mesh else 1
     arrays = jax.tree.leaves(abstract_model(config.model)[1])
-    asked = COPIES * sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays) / shards
+    asked = (
+        (COPIES + (config.optimizer.ema is not None))
+        * sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+        / shards
+    )
     if asked > limit:
         raise ConfigError(
             f"model.dim {config.model.dim} x model.depth {config.model.depth} asks for {asked / 1e9:.2f} GB of "

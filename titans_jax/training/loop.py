@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
@@ -166,7 +167,9 @@ class Trainer:
         self.state: State = {"params": params, "optimizer": optimizer.init(params)}
         if self.mesh:
             self.state = jax.tree.map(self._on_mesh, self.state)
-        self.train_step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation)
+        if (ema := config.optimizer.ema) is not None:
+            self.state["ema"] = jax.tree.map(jnp.copy, self.state["params"])
+        self.train_step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation, ema)
         self.evaluation_step = make_evaluation_step(graphdef)
         self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None
         self.diagnostics: dict[str, np.ndarray] = {}  # the latest
@@ -207,6 +210,11 @@ class Trainer:
             else:
                 self.report.say(f"finished step {self.step}; the run is in {self.run_dir}")
             self.report.say(f"goodput: {self.goodput.share():.0%} of the time since the first start went into steps")
+
+    @property
+    def _weights(self) -> Any:
+        """What is evaluated: the average of the parameters where one is kept."""
+        return self.state.get("ema", self.state["params"])
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.training.steps
@@ -280,15 +288,13 @@ class Trainer:
     def _evaluate_with(self, step: EvaluationStep, rows: list[Batch] | None = None) -> Evaluation | None:
         """The loss of batches (None: of the validation text) by a compiled step; None if told to stop on the way."""
         batches = map(self._to_devices, self.validation if rows is None else rows)
-        return evaluate(step, self.state["params"], batches, self.tokenizer, self._stopping)
+        return evaluate(step, self._weights, batches, self.tokenizer, self._stopping)
 
     def _write_sample(self, bits_per_byte: float) -> None:
         training = self.config.training
         if not training.sample_tokens:
             return
-        pieces = self.generator.stream(
-            self.state["params"], training.sample_prompt, training.sample_tokens, training.seed
-        )
+        pieces = self.generator.stream(self._weights, training.sample_prompt, training.sample_tokens, training.seed)
         text = training.sample_prompt + "".join(itertools.takewhile(lambda _: not self._stopping(), pieces))
         if jax.process_index() == 0:
             head = f"# step {self.step}, validation {bits_per_byte:.3f} bits per byte\n"
@@ -296,7 +302,7 @@ class Trainer:
 
     def _diagnose(self) -> None:
         self.report.flush()
-        *_, arrays = self.evaluation_step(self.state["params"], self._to_devices(self.validation[0]))
+        *_, arrays = self.evaluation_step(self._weights, self._to_devices(self.validation[0]))
         diagnostics = {name: np.asarray(value) for name, value in arrays.items()}
         if diagnostics:
             self.report.record("memory", self.step, {name: value.tolist() for name, value in diagnostics.items()})

@@ -82,8 +82,9 @@ def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
         graphdef, params = abstract_model(config.model)
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)
-        state, saved = checkpoints.restore({"params": params})
-    return _make_run(config, graphdef, state["params"], saved.step, run_dir)
+        weights = "params" if config.optimizer.ema is None else "ema"
+        state, saved = checkpoints.restore({weights: params})
+    return _make_run(config, graphdef, state[weights], saved.step, run_dir)
 
 
 def _make_run(config: Config, graphdef: nnx.GraphDef, params: Any, step: int, run_dir: Path) -> Run:

@@ -1,6 +1,7 @@
 """One training step, as a pure function of arrays.
 
-state is {"params", "optimizer"}: nested dictionaries of the model's parameters, and the optax state.
+state is {"params", "optimizer"}: nested dictionaries of the model's parameters, and the optax state; and "ema", the
+moving average of the parameters, where one is kept.
 batch is {"tokens", "targets", "segment_ids"}, int32 [rows, time]: target -1 is not predicted, segment 0 is padding.
 """
 
@@ -19,16 +20,17 @@ State = dict[str, Any]
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, accumulation: int
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, accumulation: int, ema: float | None = None
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """The compiled step: (state, batch) -> (state, {"loss", "grad_norm", "tokens"}), the metrics float32 scalars.
 
     The loss is the mean cross entropy in nats over predicted targets. The batch is cut into `accumulation`
     microbatches whose losses are summed and divided once, so padding weighs the same however the batch is cut. A
-    step whose loss or gradient norm is not finite changes neither parameters nor optimizer state. `state` is donated.
+    step whose loss or gradient norm is not finite changes nothing. `ema`: the decay of the average, where the state has
+    one. `state` is donated.
     """
     return jax.jit(
-        functools.partial(_train_step, graphdef=graphdef, optimizer=optimizer, accumulation=accumulation),
+        functools.partial(_train_step, graphdef=graphdef, optimizer=optimizer, accumulation=accumulation, ema=ema),
         donate_argnums=0,
     )
 
@@ -40,6 +42,7 @@ def _train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     accumulation: int,
+    ema: float | None,
 ) -> tuple[State, dict[str, jax.Array]]:
     params = state["params"]
     grad_fn = jax.value_and_grad(functools.partial(loss_sum, graphdef), has_aux=True)
@@ -61,5 +64,7 @@ def _train_step(
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], params)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     new = {"params": optax.apply_updates(params, updates), "optimizer": optimizer_state}
+    if ema is not None:
+        new["ema"] = optax.incremental_update(new["params"], state["ema"], 1 - ema)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
     return state, {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
