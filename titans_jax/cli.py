@@ -23,6 +23,7 @@ USAGE = """usage: titans COMMAND ...
   compile CONFIG [--topology ...]    does it fit a TPU slice, and what does a step cost there; needs no TPU
   data CONFIG [--field value ...]    what a configuration's data holds, and one row of it
   data prepare CONFIG --output DIR   tokenize it once, into rows on disk that every start and process reads from
+  data list | fetch NAME ...         the data sets that evaluations read: what is there, and fetch what is not
   models                             every memory rule by name: Table 1 of Miras, from the code
   configs [CONFIG ...]               the configurations that come with the package; or all fields of one, as JSON
   bench memory | train [...]         speed and memory of the memory core, and of a training step

@@ -110,16 +110,20 @@ class EvaluateOptions:
 
 def evaluate(arguments: list[str]) -> None:
     """titans evaluate RUN [TASK ...] [--memory on|off|fresh] [--json], or titans evaluate --list"""
-    if arguments == ["--list"]:
-        return _list_evaluators()
+    if arguments[:1] == ["--list"]:
+        from titans_jax.evaluation.show import list_evaluators
+
+        return list_evaluators(parse("titans evaluate --list", FolderOptions, arguments[1:]).data)
     options = parse("titans evaluate", EvaluateOptions, arguments)
     _check_numbers(options)
     _cache_compilations()
     from titans_jax import sharding
     from titans_jax.evaluation import EvaluationOptions, evaluators_of, measure
+    from titans_jax.evaluation.scoring import ROWS
+    from titans_jax.evaluation.show import print_numbers
     from titans_jax.models import has_memory, without_writes
 
-    sharding.use_cores(EVALUATION_ROWS)
+    sharding.use_cores(ROWS)
     run = _load_run(options.run)
     evaluators = evaluators_of(options.tasks)
     if options.memory == "off":
@@ -133,37 +137,15 @@ def evaluate(arguments: list[str]) -> None:
         options.batches, options.memory, options.length, options.text, options.samples, options.data
     )
     numbers = {"step": run.step} | measure(run, evaluators, asked)
-    print(json.dumps(numbers)) if options.json else _print_numbers(numbers)
+    print(json.dumps(numbers)) if options.json else print_numbers(numbers)
 
 
-def _list_evaluators() -> None:
-    """Every evaluator with the first sentence of what it says of itself."""
-    from titans_jax.evaluation import EVALUATORS
+@dataclass(frozen=True)
+class FolderOptions:
+    """What is there."""
 
-    for name, evaluator in EVALUATORS.items():
-        what = " ".join((evaluator.__doc__ or "").split("\n\n")[0].split())
-        print(f"{name:16} {what}")
-
-
-def _print_numbers(numbers: dict[str, Any]) -> None:
-    """Results of evaluators: a line for every number, a table for every list of rows."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    width = max(14, *(len(name) + 2 for name in numbers))
-    for name, value in numbers.items():
-        if not isinstance(value, list):
-            print(f"{name.replace('_', ' '):{width}}{value:,.6g}")
-            continue
-        table = Table(title=name.replace("_", " "), title_justify="left", box=box.SIMPLE)
-        for column in value[0]:
-            table.add_column(column.replace("_", " "), justify="right")
-        for row in value:
-            table.add_row(
-                *(f"{x:,.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else x for x in row.values())
-            )
-        Console().print(table)
+    data: Path = Path("data")
+    """The folder of data sets."""
 
 
 @dataclass(frozen=True)
@@ -179,9 +161,18 @@ class PrepareOptions(Config):
 
 
 def data(arguments: list[str]) -> None:
-    """titans data CONFIG [--field value ...], or titans data prepare CONFIG --output FOLDER [--field value ...]"""
+    """titans data CONFIG [--field value ...], data prepare CONFIG --output FOLDER, data list, or data fetch NAME ..."""
     if arguments[:1] == ["prepare"]:
         return _prepare(arguments[1:])
+    if arguments[:1] == ["list"]:
+        from titans_jax.evaluation.show import list_sets
+
+        return list_sets(parse("titans data list", FolderOptions, arguments[1:]).data)
+    if arguments[:1] == ["fetch"]:
+        from titans_jax.evaluation.show import fetch_sets
+
+        options = parse("titans data fetch", FetchOptions, arguments[1:])
+        return fetch_sets(options.names, options.data, options.path)
     _, config = configuration("titans data", arguments)
     from titans_jax import data as pipeline
     from titans_jax.models import granularity
@@ -195,6 +186,18 @@ def data(arguments: list[str]) -> None:
         print(f"validation: {validation.statistics}")
         row = next(training)["tokens"][0]
     print(f"the first row begins: {tokenizer.decode(row)[:300]!r}")
+
+
+@dataclass(frozen=True)
+class FetchOptions:
+    """Bring data sets into the folder where evaluations look for them; those that are there already stay."""
+
+    names: Positional[tuple[str, ...]]
+    """Data sets, of `titans data list`; all: every one of them."""
+    data: Path = Path("data")
+    """The folder."""
+    path: str | None = None
+    """A file or an address to take one set from, in place of its own."""
 
 
 def _prepare(arguments: list[str]) -> None:
@@ -315,9 +318,6 @@ def configs(arguments: list[str]) -> None:
         )
     Console().print(table)
 
-
-EVALUATION_ROWS = 64
-"""Rows of a batch of an evaluation, at most."""
 
 BENCHMARKS = ("memory", "train", "schedule")
 

@@ -12,7 +12,7 @@ from titans_jax.evaluation.evaluators import (
     Numbers,
     register_evaluator,
 )
-from titans_jax.evaluation.measure import evaluators_of, measure
+from titans_jax.evaluation.measure import evaluators_of, measure, sets_of
 from titans_jax.evaluation.perplexity import Evaluation, evaluate, evaluate_run
 from titans_jax.evaluation.positions import Bucket
 
@@ -30,4 +30,5 @@ __all__ = [
     "evaluators_of",
     "measure",
     "register_evaluator",
+    "sets_of",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from titans_jax import data
 from titans_jax.config import DataConfig
+from titans_jax.data import sets
 from titans_jax.evaluation.evaluators import EvaluationError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def find_file(folder: Path, name: str) -> Path:
     Raises:
       EvaluationError: there is none.
     """
-    for file in (folder / (name + ending) for ending in ("", ".gz", ".xz")):
-        if file.is_file():
-            return file
-    raise EvaluationError(f"there is no {folder / name} (nor .gz, .xz); titans data list says where it comes from")
+    found = sets.find_file(folder, name)
+    if found is None:
+        raise EvaluationError(f"there is no {folder / name} (nor .gz, .xz); titans data list says where it comes from")
+    return found

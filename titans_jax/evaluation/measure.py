@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_jax.config import registered
+from titans_jax.data import sets
+from titans_jax.evaluation import harness
 from titans_jax.evaluation.evaluators import EVALUATORS, EvaluationOptions, Evaluator, Numbers, on_all_devices
 
 if TYPE_CHECKING:
@@ -30,6 +32,13 @@ def evaluators_of(tasks: Iterable[str]) -> dict[str, Evaluator]:
       ConfigError: there is none of such a name.
     """
     return {task: registered(EVALUATORS, "tasks", task) for task in tasks}
+
+
+def sets_of(task: str) -> tuple[str, ...]:
+    """The data sets (`titans_jax.data.sets`) that a task reads where they are."""
+    several = {"babilong": ("babi", "books"), "wikitext_2k": ("wikitext",), "harness": tuple(harness.TASKS)}
+    names = several.get(task, (task,))
+    return tuple(name for name in names if name in sets.SETS)
 
 
 def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOptions) -> Numbers:

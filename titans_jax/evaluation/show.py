@@ -1,0 +1,67 @@
+"""What is printed of evaluations: which there are, what data they read, and their results."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from titans_jax.config import ConfigError
+from titans_jax.data.sets import SETS, fetch, find_file
+from titans_jax.evaluation.evaluators import EVALUATORS, Numbers
+from titans_jax.evaluation.measure import sets_of
+
+
+def list_evaluators(folder: Path) -> None:
+    """Every evaluator with the first sentence of what it says of itself, and whether its data sets are in a folder."""
+    for name, evaluator in EVALUATORS.items():
+        what = " ".join((evaluator.__doc__ or "").split("\n\n")[0].split())
+        missing = [each for each in sets_of(name) if find_file(folder, SETS[each].file) is None]
+        there = f" Not in {folder}: {', '.join(missing)}." if missing else f" All in {folder}." if sets_of(name) else ""
+        print(f"{name:16} {what}{there}")
+
+
+def list_sets(folder: Path) -> None:
+    """Every data set, its size where it is in the folder, and where it comes from."""
+    for name, one in SETS.items():
+        file = find_file(folder, one.file)
+        there = "not there" if file is None else f"{file.stat().st_size / 1e6:,.1f} MB"
+        source = one.address or f"tensorflow_datasets {one.builder}"
+        print(f"{name:16} {there:12} {folder / one.file}: {one.what}; from {source}")
+
+
+def fetch_sets(names: Sequence[str], folder: Path, path: str | None) -> None:
+    """Fetch data sets, or all of them, and say where each is.
+
+    Raises:
+      ConfigError: one path for several sets.
+      DataError: a set cannot be had.
+    """
+    names = tuple(SETS) if tuple(names) == ("all",) else names
+    if path is not None and len(names) > 1:
+        raise ConfigError(f"path is {path!r}, but there are {len(names)} names; give it with one")
+    for name in names:
+        print(f"{name:16} {fetch(name, folder, path, track)}", flush=True)
+
+
+def print_numbers(numbers: Numbers) -> None:
+    """Results of evaluators: a line for every number, a table for every list of rows."""
+    width = max(14, *(len(name) + 2 for name in numbers))
+    for name, value in numbers.items():
+        if not isinstance(value, list):
+            print(f"{name.replace('_', ' '):{width}}{value:,.6g}")
+            continue
+        table = Table(title=name.replace("_", " "), title_justify="left", box=box.SIMPLE)
+        for column in value[0]:
+            table.add_column(column.replace("_", " "), justify="right")
+        for row in value:
+            table.add_row(*(_cell(x) for x in row.values()))
+        Console().print(table)
+
+
+def _cell(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4f}"
