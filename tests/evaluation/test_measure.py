@@ -1,14 +1,19 @@
 """What is kept of an evaluation: a line for every task, as soon as it is measured."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.evaluation.test_positions import run_of
+from tests.training.tiny import tiny_config
 from titans_jax.config import ConfigError
-from titans_jax.evaluation import EvaluationError, EvaluationOptions, evaluators_of, measure
+from titans_jax.evaluation import EVALUATORS, EvaluationError, EvaluationOptions, evaluators_of, measure
+from titans_jax.evaluation.measure import describe
+from titans_jax.training import train
 
 
 @pytest.fixture
@@ -43,3 +48,38 @@ def test_a_task_that_fails_loses_nothing_of_those_before(run):
 def test_a_name_of_no_task_is_refused():
     with pytest.raises(ConfigError, match="nothing"):
         evaluators_of(["nothing"])
+
+
+def test_a_line_says_what_was_found():
+    numbers = {"niah": [{"length": 1024, "accuracy": 1.0}, {"length": 2048, "accuracy": 3.5}], "loss": 2.25}
+    assert describe("x", numbers) == "x: niah 3.5 (length 2048), loss 2.25"
+    assert describe("y", {"results": [{"task": "piqa", "score": 51.0, "chance": ""}]}) == "y: results 51 (task piqa)"
+
+
+@pytest.mark.slow
+def test_training_measures_tasks_and_goes_on_where_one_cannot(tmp_path, monkeypatch, capsys):
+    """At every evaluation, with its step; an unknown name is refused before anything is written."""
+    counted = []
+
+    def count(run, options):
+        counted.append((run.step, options.samples, options.length, len(jax.tree.leaves(run.params))))
+        return {"seen": len(counted)}
+
+    def cannot(run, options):
+        raise EvaluationError("there is no text")
+
+    monkeypatch.setitem(EVALUATORS._parts, "count", count)
+    monkeypatch.setitem(EVALUATORS._parts, "cannot", cannot)
+    config = tiny_config(steps=4, evaluate_every=2, sample_tokens=0, evaluate_tasks=("cannot", "count"))
+    train(config, tmp_path / "run")
+    assert [each[:3] for each in counted] == [(2, 16, 4096), (4, 16, 4096)] and counted[0][3] > 5
+    history = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["task"], line["results"]) for line in history] == [
+        (2, "count", {"seen": 1}), (4, "count", {"seen": 2}),
+    ]  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "warning at step 2: there is no text" in printed and "step 4  count: seen 2" in printed
+    wrong = dataclasses.replace(config, training=dataclasses.replace(config.training, evaluate_tasks=("nia",)))
+    with pytest.raises(ConfigError, match="training.evaluate_tasks is 'nia'; use .*did you mean niah"):
+        train(wrong, tmp_path / "other")
+    assert not (tmp_path / "other").exists()

@@ -213,6 +213,14 @@ class TrainingConfig:
     """Steps between two evaluations; one more always ends the run."""
     evaluation_batches: int = 8
     """Validation batches read by an evaluation."""
+    evaluate_tasks: tuple[str, ...] = ()
+    """Tasks of `titans evaluate` (niah, piqa, ..) that an evaluation measures too, into evaluations.jsonl."""
+    evaluate_samples: int = 16
+    """Questions, or documents, of each of these tasks."""
+    evaluate_length: int = 4096
+    """Tokens of the longest text of these tasks."""
+    evaluate_data: str = "data"
+    """The folder of the data sets of these tasks."""
     diagnostics_every: int = 200
     """Steps between two reports of the memories' state."""
     checkpoint_every: int = 200

@@ -91,7 +91,8 @@ _AT_LEAST_ONE = (
     "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps model.memory.gate_rank "
     "data.sequence_length data.batch_size "
     "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
-    "training.evaluation_batches training.diagnostics_every training.checkpoint_every training.checkpoints_kept"
+    "training.evaluation_batches training.evaluate_samples training.evaluate_length training.diagnostics_every "
+    "training.checkpoint_every training.checkpoints_kept"
 ).split()
 _AT_LEAST_ZERO = (
     "model.num_persistent model.document_slack optimizer.warmup_steps optimizer.weight_decay training.sample_tokens"

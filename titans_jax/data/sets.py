@@ -181,6 +181,8 @@ def _download(name: str, source: str, file: Path, track: Callable[..., Any]) -> 
         return file
     except (OSError, ValueError, urllib.error.URLError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
         raise DataError(
             f"{name} cannot be fetched from {source} ({reason}); fetch it yourself and give it with --path"
         ) from error

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 HISTORY = "evaluations.jsonl"
 
 
-def evaluators_of(tasks: Iterable[str]) -> dict[str, Evaluator]:
-    """The evaluators with these names.
+def evaluators_of(tasks: Iterable[str], field: str = "tasks") -> dict[str, Evaluator]:
+    """The evaluators with these names, which a field gives.
 
     Raises:
       ConfigError: there is none of such a name.
     """
-    return {task: registered(EVALUATORS, "tasks", task) for task in tasks}
+    return {task: registered(EVALUATORS, field, task) for task in tasks}
 
 
 def sets_of(task: str) -> tuple[str, ...]:
@@ -49,12 +49,18 @@ def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOp
     numbers: Numbers = {}
     with on_all_devices(run) as spread:
         for task, evaluator in evaluators.items():
-            start = time.perf_counter()
-            found = evaluator(spread, options)
-            remember(run, task, options, found, time.perf_counter() - start)
+            found = measure_one(spread, task, evaluator, options)
             prefix = f"{task}/" if len(evaluators) > 1 else ""
             numbers |= {prefix + name: value for name, value in found.items()}
     return numbers
+
+
+def measure_one(run: Run, task: str, evaluator: Evaluator, options: EvaluationOptions) -> Numbers:
+    """The results of one evaluator, appended to `evaluations.jsonl`; runs where the run's parameters are."""
+    start = time.perf_counter()
+    found = evaluator(run, options)
+    remember(run, task, options, found, time.perf_counter() - start)
+    return found
 
 
 def remember(run: Run, task: str, options: EvaluationOptions, numbers: Numbers, seconds: float) -> None:
@@ -68,6 +74,19 @@ def remember(run: Run, task: str, options: EvaluationOptions, numbers: Numbers, 
     run.folder.mkdir(parents=True, exist_ok=True)
     with (run.folder / HISTORY).open("a", encoding="utf-8") as file:
         file.write(json.dumps(_plain(line)) + "\n")
+
+
+def describe(task: str, numbers: Numbers) -> str:
+    """A task's numbers in a line; of a table the last row's result, and what that row is."""
+    parts = []
+    for name, value in numbers.items():
+        if isinstance(value, list):
+            last = {key: each for key, each in value[-1].items() if each != ""}
+            number = next((key for key in ("accuracy", "score", "gain") if key in last), list(last)[-1])
+            parts.append(f"{name} {last[number]:,.4g} ({list(last)[0]} {list(last.values())[0]})")
+        else:
+            parts.append(f"{name} {value:,.4g}")
+    return f"{task}: {', '.join(parts)}"
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,9 @@ from rich.console import Console
 from titans_jax import data, sharding
 from titans_jax.config import Config, ConfigError, leaves, to_dict
 from titans_jax.config.validate import validate
+from titans_jax.errors import TitansError
+from titans_jax.evaluation.evaluators import EvaluationOptions
+from titans_jax.evaluation.measure import describe, evaluators_of, measure_one
 from titans_jax.evaluation.perplexity import Evaluation, EvaluationStep, evaluate, make_evaluation_step
 from titans_jax.inference import Generator
 from titans_jax.models import check_model, granularity, has_memory, training_flops_per_token, without_writes
@@ -36,6 +39,7 @@ from titans_jax.training.profile import Profile
 from titans_jax.training.report import Report, RunDescription, TrainingStopped, say
 from titans_jax.training.resume import changes, check_same_run
 from titans_jax.training.run import (
+    Run,
     check_vocabulary,
     copy_tokenizer,
     init_model,
@@ -69,6 +73,12 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         check_model(config.model)
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
+        tasks = evaluators_of(config.training.evaluate_tasks, "training.evaluate_tasks")
+        if tasks and jax.process_count() > 1:
+            raise ConfigError(
+                f"training.evaluate_tasks is {config.training.evaluate_tasks!r}, but there are {jax.process_count()} "
+                "processes; leave it out, and use titans evaluate on one"
+            )
         if config.training.logger == "wandb":
             import_wandb()
     processes.check_same({name: value for name, value in leaves(config).items() if name not in MAY_DIFFER})
@@ -173,7 +183,7 @@ class Trainer:
         self.evaluation_step = make_evaluation_step(graphdef)
         self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None
         self.diagnostics: dict[str, np.ndarray] = {}  # the latest
-        self.generator = Generator(graphdef, self.tokenizer)
+        self.graphdef, self.generator = graphdef, Generator(graphdef, self.tokenizer)
         self.step = self._resume()
 
     def run(self) -> None:
@@ -279,6 +289,7 @@ class Trainer:
         for warning in ignored(self.diagnostics.get("explained_share"), values.get("memory_gain", np.nan)):
             self.report.say(f"warning at step {self.step}: {warning}")
         self._write_sample(result.bits_per_byte)
+        self._evaluate_tasks()
         if jax.process_index() == 0:
             plot_losses(self.run_dir)
             if unwritten:
@@ -299,6 +310,21 @@ class Trainer:
         if jax.process_index() == 0:
             head = f"# step {self.step}, validation {bits_per_byte:.3f} bits per byte\n"
             (self.run_dir / "sample.txt").write_text(head + text + "\n", encoding="utf-8")
+
+    def _evaluate_tasks(self) -> None:
+        """Measure what else is to be measured, into evaluations.jsonl; what cannot be is said, and ends nothing."""
+        training = self.config.training
+        run = Run(self.config, self.tokenizer, self.graphdef, self._weights, self.step, self.run_dir)
+        options = EvaluationOptions(
+            length=training.evaluate_length, samples=training.evaluate_samples, data=Path(training.evaluate_data)
+        )
+        for task, evaluator in evaluators_of(training.evaluate_tasks, "training.evaluate_tasks").items():
+            if self._stopping():
+                return
+            try:
+                self.report.say(f"step {self.step}  {describe(task, measure_one(run, task, evaluator, options))}")
+            except TitansError as error:
+                self.report.say(f"warning at step {self.step}: {error}")
 
     def _diagnose(self) -> None:
         self.report.flush()
