@@ -33,8 +33,8 @@ SomeConfig = TypeVar("SomeConfig", bound=Config)
 
 def train(arguments: list[str]) -> None:
     """titans train CONFIG [--dry-run] [--field value ...]"""
-    dry = "--dry-run" in arguments
-    name, config = configuration("titans train", [each for each in arguments if each != "--dry-run"])
+    given = [each for each in arguments if each not in ("--dry-run", "--dry_run")]
+    name, config = configuration("titans train", given)
     _cache_compilations()
     from titans_jax import sharding
     from titans_jax.sharding import processes
@@ -44,7 +44,7 @@ def train(arguments: list[str]) -> None:
     if config.mesh == MeshConfig():
         sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
     _quieten()
-    if dry:
+    if given != arguments:
         return dry_run(config)
     train(config, Path(config.training.run_dir or f"runs/{name}"))
 

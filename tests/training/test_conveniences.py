@@ -166,7 +166,7 @@ def test_training_begins_with_the_weights_of_another_run(file, tmp_path, capsys,
     config = tiny_config(init_from=str(tmp_path / "first"))
     for ours, theirs in zip(jax.tree.leaves(initial_weights(config)), jax.tree.leaves(third.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=128))
+    wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=192))
     with pytest.raises(ConfigError, match="whose cycles.blocks.0.feed_forward.* is .*, and this model's is .*; use"):
         initial_weights(wider)
     assert jax.tree.structure(init_model(config.model, 0)[1]) == jax.tree.structure(initial_weights(config))

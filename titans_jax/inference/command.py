@@ -24,6 +24,9 @@ from titans_jax.inference.sampling import Sampling
 if TYPE_CHECKING:
     from titans_jax.training import Run
 
+QUIET_SECONDS = 30
+"""Between two lines about a long reading where the error stream is no terminal."""
+
 
 @dataclass(frozen=True)
 class GenerateOptions:
@@ -168,7 +171,7 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
     )
     total = sum(file.stat().st_size for file in files)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, done = bar.add_task("", total=total, text="compiling"), 0
+        task, done, said = bar.add_task("", total=total, text="compiling"), 0, marks[0][0]
 
         def texts() -> Iterator[str]:
             nonlocal done
@@ -178,9 +181,13 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
                     done += len(part.encode("utf-8", "replace"))
 
         def told(loss: Loss) -> None:
+            nonlocal said
             marks.append((time.monotonic(), loss.tokens))
-            speed = loss.tokens / (marks[-1][0] - marks[0][0])
-            bar.update(task, completed=done, text=f"{loss.tokens:,} tokens, {speed:,.0f} tokens/s")
+            text = f"{loss.tokens:,} tokens, {loss.tokens / (marks[-1][0] - marks[0][0]):,.0f} tokens/s"
+            bar.update(task, completed=done, text=text)
+            if not console.is_terminal and marks[-1][0] - said > QUIET_SECONDS:
+                said = marks[-1][0]
+                print(text, file=sys.stderr, flush=True)
 
         memory, loss = reader.read(memory, reader.encode(texts(), memory), told)
     # The first piece waits for the compiler.
