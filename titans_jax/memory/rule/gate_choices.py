@@ -27,6 +27,10 @@ FORGET_BIAS = -8.0
 # Memories without a norm of their own, and those that forget towards their start, begin by forgetting within some
 # hundred tokens.
 OPEN_BIAS = -5.0
+# sigmoid(-2) = 0.12. Sixteen tokens that write from one anchor, each with half of the largest step, overshoot. Behind a
+# norm, weights grow until they no longer do; Moneta, whose writes grow with the square of the error, and Memora, whose
+# weights cannot grow, do not recover: gradients explode and training crawls (memory/README.md, What was tried).
+LOW_BIAS = -2.0
 SOFTPLUS_ONE = math.log(math.expm1(1.0))
 """softplus of it is 1."""
 
@@ -122,6 +126,7 @@ RETENTION_GATES: Mapping[str, Gate] = {
 
 STEP_SIZE_GATES: Mapping[str, Gate] = {
     "bounded": LearnedGate(jax.nn.sigmoid, bounded=True),
+    "bounded_low": LearnedGate(jax.nn.sigmoid, LOW_BIAS, bounded=True),
     "sigmoid": LearnedGate(jax.nn.sigmoid),
     "softplus": LearnedGate(jax.nn.softplus),
     "double": LearnedGate(twice_sigmoid),
@@ -144,8 +149,9 @@ class GateChoices:
 
     retention: "forget", 1 - sigmoid of a logit per matrix (Titans); "rate", exp(-A step) with a step softplus of a
     logit (Mamba2); "retnet" and "lightning", constants per head; "keep", 1.
-    step_size: "bounded", max_step_size * sigmoid per matrix (Titans); "sigmoid", "softplus", "double" (2
-    sigmoid, so that a DeltaNet step can turn over); "rate", the step of the retention; "one".
+    step_size: "bounded", max_step_size * sigmoid per matrix (Titans), at first half of it; "bounded_low", at first an
+    eighth; "sigmoid", "softplus", "double" (2 sigmoid, so that a DeltaNet step can turn over); "rate", the step of the
+    retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
     (exp(-e^(-1/2) sigmoid)), or None.
     lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
