@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import jax
-import matplotlib
+import matplotlib.pyplot
 import pytest
 
 pytestmark = pytest.mark.slow
