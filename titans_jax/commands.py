@@ -429,6 +429,8 @@ def _no_arguments(program: str, arguments: list[str], says: str) -> None:
 def _quieten() -> None:
     """Leave out what Orbax logs of failed reads and writes: what the user needs of it is an error's sentence."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Where one of its tasks has failed, the others' exceptions are logged once they are collected as garbage.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 def _cache_compilations() -> None:

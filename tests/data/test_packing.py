@@ -1,9 +1,10 @@
+import resource
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from titans_jax.data import load_tokenizer, pack, tokenize
+from titans_jax.data import DataError, load_tokenizer, pack, packing, tokenize
 
 BORDER = 256
 TOKENIZER = load_tokenizer("byte")
@@ -47,6 +48,29 @@ def test_two_documents_by_hand():
     rows = pack(corpus, sequence_length=3, packing="documents")
     pieces = [(tokens, targets) for _, _, tokens, targets in segments(rows)]
     assert sorted(pieces) == sorted([([BORDER, a, b], [a, b, c]), ([c], [BORDER]), ([BORDER, d, e], [d, e, BORDER])])
+
+
+def test_many_tokens_are_kept_in_a_file(monkeypatch):
+    texts = random_texts(seed=0)
+    expected = tokenize(texts, TOKENIZER)
+    assert not isinstance(expected.tokens, np.memmap)
+    monkeypatch.setattr(packing, "IN_MEMORY", 8)
+    corpus = tokenize(texts, TOKENIZER)
+    assert isinstance(corpus.tokens, np.memmap)
+    np.testing.assert_array_equal(corpus.tokens, expected.tokens)
+    assert corpus.fingerprint() == expected.fingerprint()
+
+
+def test_no_room_for_many_tokens_is_told(monkeypatch):
+    """A limit on the size of files stands for the full disk."""
+    monkeypatch.setattr(packing, "IN_MEMORY", 8)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(DataError, match="cannot be written .*TMPDIR"):
+            tokenize(random_texts(seed=0), TOKENIZER)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])

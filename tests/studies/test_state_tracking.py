@@ -62,6 +62,9 @@ def test_what_is_no_group_is_refused(name):
         group(name)
 
 
+SHIPPED = set(PRESETS)  # tests of outside parts register more while they run
+
+
 def test_theory():
     table = {rule: "".join(theory(rule, name, 1)[0] for name in ("Z2", "S3", "A5", "S5")) for rule in RULES}
     assert table["mamba2"] == table["deltanet"] == table["gated_deltanet"] == "nnnn"
@@ -70,7 +73,7 @@ def test_theory():
     assert table["titans"] == table["moneta"] == table["rwkv7"] == "oooo"
     assert [theory(ATTENTION, name, 1) for name in ("Z2", "S5")] == ["open", "no"]
     assert theory("delta_product 1", "S5", 4) == theory("delta_product 2", "S5", 3) == "yes"
-    assert {fields["preset"] for fields in RULES.values()} == set(PRESETS)
+    assert {fields["preset"] for fields in RULES.values()} == SHIPPED
 
 
 def rows(**accuracies):

@@ -28,12 +28,15 @@ from titans_jax.data.errors import DataError
 from titans_jax.data.sources import PART, Documents
 from titans_jax.data.tokenizers import Tokenizer
 
+IN_MEMORY = 1 << 26
+"""Bytes of tokens beyond which they are kept in a file."""
+
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The tokens of a split.
 
-    tokens      uint16 or int32 [tokens], as the module describes; of `tokenize`, a file's, which is read where needed
+    tokens      uint16 or int32 [tokens], as the module describes; many are a file's, which is read where needed
     separators  int64 [documents + 1], where the tokens between documents are
     num_bytes   length of the text in UTF-8
     hashed      SHA-256 of the tokens, where it was taken when they were written
@@ -98,11 +101,11 @@ def lay_out(placed: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> d
 
 
 def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: bool = True) -> Corpus:
-    """Tokenize every document once, part by part, into a nameless file, 2 bytes a token (4 beyond 65,536).
+    """Tokenize every document once, part by part, 2 bytes a token (4 beyond 65,536).
 
-    The file lies where temporary files do (TMPDIR) and is gone with the process; each process has its own. Text that is
-    too much for that is tokenized once for all by `prepare`. Empty documents drop out. With `show_progress` a
-    progress bar appears after 2 seconds.
+    More than `IN_MEMORY` bytes of tokens go to a nameless file where temporary files lie (TMPDIR), which is gone with
+    the process; each process has its own. Text that is too much for that is tokenized once for all by `prepare`. Empty
+    documents drop out. With `show_progress` a progress bar appears after 2 seconds.
 
     Raises:
       DataError: the file cannot be written.
@@ -117,7 +120,7 @@ def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: b
     progress = Progress(console=Console(stderr=True), transient=True, disable=not show_progress)
     task = progress.add_task("reading and tokenizing", total=len(documents))
     try:
-        with tempfile.TemporaryFile(prefix="titans_tokens_") as file:
+        with tempfile.SpooledTemporaryFile(IN_MEMORY, prefix="titans_tokens_") as file:
 
             def write(tokens: np.ndarray) -> None:
                 file.write(tokens)
@@ -140,8 +143,12 @@ def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: b
                 progress.update(task, completed=index + 1)
                 if not progress.live.is_started and time.monotonic() - start > 2:
                     progress.start()
-            file.flush()
-            tokens = np.memmap(file, dtype, "r")
+            if file.tell() > IN_MEMORY:
+                file.flush()
+                tokens = np.memmap(file, dtype, "r")
+            else:
+                file.seek(0)
+                tokens = np.frombuffer(file.read(), dtype)
     except OSError as error:
         if error.filename is not None:  # a document's file
             raise
