@@ -7,9 +7,13 @@
 `titans train` ends with 0 both at its last step and when SIGTERM made it save and stop. Whoever restarts interrupted
 work (the queued-resource launcher, Kubernetes) must know which: exit code 0 is finished, 42 stopped and saved, 2 a
 mistake in the configuration, anything else a failure.
+
+Compiled programs are kept beside the run folders, in the bucket, unless JAX_COMPILATION_CACHE_DIR says where: a machine
+that takes a preempted run up again is a new one, and its own cache is empty.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -33,7 +37,8 @@ def finished(run_dir: Path) -> bool:
 
 def supervise(command: list[str], run_dir: Path) -> int:
     """Run the command, hand SIGTERM and SIGINT on to it, and return the exit code described above."""
-    process = subprocess.Popen(command)
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(run_dir.absolute().parent / "compiled")}
+    process = subprocess.Popen(command, env=compiled | os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: process.send_signal(received))
     code = process.wait()

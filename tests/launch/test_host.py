@@ -216,6 +216,18 @@ def test_supervise_hands_sigterm_on_as_in_a_container(host):
     assert process.returncode == 42 and out == "stopped 1\n"
 
 
+@pytest.mark.parametrize("own", [None, "/elsewhere"])
+def test_supervise_keeps_compiled_programs_beside_the_runs(tmp_path, monkeypatch, own):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    if own:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", own)
+    monkeypatch.setattr(supervise.signal, "signal", lambda number, handler: None)
+    tell = "import os, pathlib; pathlib.Path('said').write_text(os.environ['JAX_COMPILATION_CACHE_DIR'])"
+    monkeypatch.chdir(tmp_path)
+    assert supervise.supervise([sys.executable, "-c", tell], tmp_path / "runs" / "titans-1") == 42
+    assert (tmp_path / "said").read_text() == (own or str(tmp_path / "runs" / "compiled"))
+
+
 def test_shellcheck():
     program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
