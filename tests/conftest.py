@@ -21,9 +21,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 MOST_MAPS = 20_000
 
 
-# Of a test's slow parameters, so many are run by default; the rest, full products of forms, rules and blocks, take an
-# hour and are for `pytest -m exhaustive`.
-MOST_SLOW_PARAMETERS = 3
+# Of a test's slow parameters, so many are run by default; the rest, full products of forms, rules and blocks, take more
+# than an hour and are for `pytest -m exhaustive`.
+MOST_SLOW_PARAMETERS = 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -65,6 +65,7 @@ check(runs["offload"], runs["full"])
 """
 
 
+@pytest.mark.exhaustive  # tests/models/test_sharded_model.py sees one mesh
 @pytest.mark.slow
 def test_meshes_and_remat_policies_agree():
     child.run(PROGRAM)

@@ -47,6 +47,7 @@ def test_tasks_and_models_are_averaged():
     assert row.numbers["selective-copying"] == [1.0, 0.5] and row.numbers["mad"] == [pytest.approx(0.75), None]
 
 
+@pytest.mark.exhaustive  # test_one_task_end_to_end sees the same of one task
 @pytest.mark.slow
 def test_end_to_end(tmp_path):
     arguments = """--models gated_deltanet --nochanges --seeds 1 --epochs 1 --batch_size 4 --train_sequences 8

@@ -42,6 +42,7 @@ def test_step_size_end_to_end(tmp_path):
     assert len(saved["baselines"]) == 2 and 3 < saved["baselines"][1]["bits_per_byte"] < 6
 
 
+@pytest.mark.exhaustive  # test_length_end_to_end sees another study
 @pytest.mark.slow
 def test_ablation_end_to_end(tmp_path):
     options = AblationOptions(

@@ -123,6 +123,8 @@ class MqarStudy(Study):
         cells: list[Cell] = []
         for task, dim in itertools.product(tasks(options), dict.fromkeys(options.dims)):
             labels, sized = zip(*((labels, task.fit_to(model)) for labels, model in kinds(options, dim)), strict=True)
+            for rate in options.learning_rates:  # before models are made equally large, which takes long
+                dataclasses.replace(task, learning_rate=rate).check(sized[0])
             if options.equal_parameters:
                 sized = models.same_size(list(sized))
             for (label, model), rate in itertools.product(
