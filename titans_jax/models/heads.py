@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.nn import initializers
 
 from titans_jax.config import ConfigError, ModelConfig
 from titans_jax.layers.projections import param_dtype, projection
@@ -117,8 +118,45 @@ class Forecaster(BlockStack):
 
     def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Summed squared error, and values. targets: float [rows, horizon, channels]."""
-        ahead = self(batch["tokens"])
-        return jnp.sum(optax.squared_error(ahead, batch["targets"])), jnp.asarray(ahead.size, ahead.dtype)
+        return squared_error_sum(self(batch["tokens"]), batch["targets"])
+
+
+@register_head("dlinear")
+class DLinear(nnx.Module):
+    """The linear forecast of arXiv 2205.13504, a baseline without blocks: a window's moving average over 25 steps and
+    what is left of it, each through one matrix that all channels share.
+
+    look_back, horizon: time steps in and out.
+    """
+
+    kernel = 25
+
+    def __init__(self, config: ModelConfig, look_back: int = 96, horizon: int = 96, *, rngs: nnx.Rngs):
+        at_least_one("look_back", look_back)
+        at_least_one("horizon", horizon)
+        shape = {"param_dtype": param_dtype(config), "kernel_init": initializers.constant(1 / look_back), "rngs": rngs}
+        self.trend, self.rest = (nnx.Linear(look_back, horizon, **shape) for _ in range(2))
+
+    def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """Values float [batch, look_back, channels] -> [batch, horizon, channels]."""
+        values, half = jnp.swapaxes(tokens, 1, 2), self.kernel // 2
+        sums = jnp.cumsum(jnp.pad(values, ((0, 0), (0, 0), (half, half)), mode="edge"), axis=-1)
+        sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0)))
+        trend = (sums[..., self.kernel :] - sums[..., : -self.kernel]) / self.kernel
+        return jnp.swapaxes(self.trend(trend) + self.rest(values - trend), 1, 2)
+
+    def init_state(self, batch_size: int, max_length: int | None = None) -> tuple:
+        """Nothing is carried."""
+        return ()
+
+    def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """See `Forecaster`."""
+        return squared_error_sum(self(batch["tokens"]), batch["targets"])
+
+
+def squared_error_sum(ahead: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Summed squared error, and how many values there are."""
+    return jnp.sum(optax.squared_error(ahead, targets)), jnp.asarray(ahead.size, ahead.dtype)
 
 
 def num_patches(look_back: int, patch: int, stride: int) -> int:

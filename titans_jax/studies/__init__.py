@@ -1,6 +1,14 @@
 """Studies: tables of small models, trained here, one command each; see `titans_jax.studies.study`."""
 
-from titans_jax.studies import ablation, length, mad, mqar, state_tracking, step_size  # noqa: F401  (register their studies)
+from titans_jax.studies import (  # noqa: F401  (they register their studies)
+    ablation,
+    forecasting,
+    length,
+    mad,
+    mqar,
+    state_tracking,
+    step_size,
+)
 from titans_jax.studies.generated import Generated, Recall
 from titans_jax.studies.study import STUDIES, Cell, Column, Study, StudyOptions, register_study, with_seeds
 from titans_jax.studies.tasks import Language, Task
