@@ -2,12 +2,15 @@
 
 from titans_jax.studies import (  # noqa: F401  (they register their studies)
     ablation,
+    dna,
     forecasting,
+    language,
     length,
     mad,
     mqar,
     state_tracking,
     step_size,
+    variants,
 )
 from titans_jax.studies.generated import Generated, Recall
 from titans_jax.studies.study import STUDIES, Cell, Column, Study, StudyOptions, register_study, with_seeds

@@ -1,4 +1,5 @@
-"""`titans study length`: models trained on short rows, and their loss far beyond, with the state carried or emptied.
+"""`titans study length`: models trained on short rows, and their loss far beyond, with the state carried or emptied;
+and `titans study lengths`, a model for each length of rows (figure 7 of Titans), also read beyond it.
 
 A memory that is worth carrying has a loss that does not rise with the position (the last bucket over the best one is
 near 1), and that is below the loss with the state emptied before every row.
@@ -40,6 +41,9 @@ class LengthOptions(StudyOptions):
     """Widen the feed-forward layers until all models have as many parameters as the largest."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(depth=2, expansion=2))
     """The other fields of the memories."""
+    rows: tuple[int, ...] = ()
+    """Tokens of a training row, of one model after another, all with as many tokens a step; none named is
+    language.data.sequence_length alone."""
     language: Language = field(default_factory=Language)
     """Settings of the text."""
 
@@ -68,15 +72,21 @@ class LengthStudy(Study):
         models.check_presets(options.presets + options.reference)
         models.check_blocks(options.blocks)
         names = [*itertools.product(options.blocks, options.presets), *(("lmm", name) for name in options.reference)]
-        labels, built = [], []
+        built = {}
         for block, preset in dict.fromkeys(names):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
             model = dataclasses.replace(model, segment=options.segment, window=options.segment)
-            labels.append({"block": block, "preset": preset})
-            built.append(options.language.fit_to(model))
+            built[block, preset] = options.language.fit_to(model)
         if options.equal_parameters:
-            built = models.same_size(built)
-        return [*with_seeds(options, zip(labels, built, strict=True), options.language)]
+            built = dict(zip(built, models.same_size(list(built.values())), strict=True))
+        cells: list[Cell] = []
+        for language in languages(options):
+            kinds = [
+                ({"block": block, "preset": preset, "rows": language.sequence_length}, model)
+                for (block, preset), model in built.items()
+            ]
+            cells += with_seeds(options, kinds, language)
+        return cells
 
     def columns(self, options: LengthOptions) -> list[Column]:
         """See `Study`."""
@@ -87,11 +97,12 @@ class LengthStudy(Study):
 
     def notes(self, options: LengthOptions) -> str:
         """See `Study`."""
-        rows, last = options.language.sequence_length, options.language.positions
+        rows = " or ".join(f"{language.sequence_length:,}" for language in languages(options))
+        last = options.language.positions
         return (
             "memory gain: bits per byte lost where nothing is written; "
-            f"trained on rows of {rows:,}, read to {last:,}: the carried loss of the last bucket of positions over "
-            f"that of the best, and over the loss with the state emptied every {rows:,}"
+            f"trained on rows of {rows}, read to {last:,}: the carried loss of the last bucket of positions over "
+            f"that of the best, and over the loss with the state emptied every row"
         )
 
     def draw(self, options: LengthOptions, rows: list[Row], file: Path, note: str) -> None:
@@ -100,23 +111,64 @@ class LengthStudy(Study):
 
         colors = colormaps["tab10"].colors
         blocks = list(dict.fromkeys(row.labels["block"] for row in rows))
-        presets = list(dict.fromkeys(row.labels["preset"] for row in rows))
+        names = list(dict.fromkeys(line_name(options, row) for row in rows))
         across = min(len(blocks), 4)
         with plots.panels(file, len(blocks), 3 + 3.5 * across, 4.5 * -(-len(blocks) // 4), note=note) as panels:
             for axes, block in zip(panels, blocks, strict=True):
                 for row in (row for row in rows if row.labels["block"] == block):
                     if not row.curve("carried"):
                         continue
-                    preset = row.labels["preset"]
-                    color, ends = colors[presets.index(preset) % 10], [value.mean for value in row.curve("ends")]
+                    name = line_name(options, row)
+                    color, ends = colors[names.index(name) % 10], [value.mean for value in row.curve("ends")]
                     carried, fresh = (
-                        [math.nan if value.mean is None else value.mean for value in row.curve(name)]
-                        for name in ("carried", "fresh")
+                        [math.nan if value.mean is None else value.mean for value in row.curve(which)]
+                        for which in ("carried", "fresh")
                     )
                     sds = [value.sd or 0 for value in row.curve("carried")]
-                    axes.errorbar(ends, carried, sds, color=color, marker="o", markersize=4, capsize=3, label=preset)
+                    axes.errorbar(ends, carried, sds, color=color, marker="o", markersize=4, capsize=3, label=name)
                     axes.plot(ends, fresh, color=color, linestyle="--", linewidth=1)
                 axes.set_xscale("log", base=2)
                 axes.set(title=block, xlabel="position (end of the bucket)")
                 axes.legend(fontsize="x-small")
             panels[0].set_ylabel("loss, nats per token; dashed: state emptied")
+
+
+@register_study("lengths")
+class LengthsStudy(LengthStudy):
+    """A model for each length of training rows, also read beyond it (Titans' figure 7)."""
+
+    def defaults(self, said: LengthOptions) -> LengthOptions:
+        """See `Study`."""
+        default = super().defaults(said)
+        kinds = {"blocks": ("lmm",), "presets": ("titans", "mamba2"), "reference": ()}
+        if said.quick:
+            return dataclasses.replace(default, rows=(128, 512, 2048), **kinds)
+        language = Language(steps=3000, batch_size=64, positions=65536)
+        return dataclasses.replace(
+            default, rows=(2048, 4096, 8192, 16384, 32768), dim=256, depth=4, language=language, **kinds
+        )
+
+
+def line_name(options: LengthOptions, row: Row) -> str:
+    """What the figure calls a row: the memory, and the rows it was trained on where there are several."""
+    rows = f" on {row.labels['rows']:,}" if len(set(options.rows)) > 1 else ""
+    return f"{row.labels['preset']}{rows}"
+
+
+def languages(options: LengthOptions) -> list[Language]:
+    """The text, cut into rows of each length, with as many tokens a step.
+
+    Raises:
+      ConfigError: a length is no divisor of the tokens of a step.
+    """
+    language, found = options.language, []
+    for length in dict.fromkeys(options.rows or (language.sequence_length,)):
+        tokens = language.batch_size * language.sequence_length
+        if length < 1 or tokens % length:
+            raise ConfigError(
+                f"rows has {length}; use divisors of {tokens:,}, the tokens of language.batch_size rows of "
+                f"{language.sequence_length}"
+            )
+        cut = dataclasses.replace(language.data, sequence_length=length)
+        found.append(dataclasses.replace(language, data=cut, batch_size=tokens // length))
+    return found

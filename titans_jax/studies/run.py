@@ -128,9 +128,11 @@ def run_cell(cell: Cell, after_step: Callable[[], None] = lambda: None) -> Resul
     sizes["state_floats"] = state_floats(cell.model, cell.task.sequence_length)
     batches = cell.task.batches(cell.seed)
     try:
+        task = cell.task
         graphdef, params, history = fit(
-            cell.model, cell.task.optimizer, batches, cell.task.steps, cell.seed, after_step, cell.task.selection()
-        )
+            cell.model, task.optimizer, batches, task.steps, cell.seed, after_step, task.selection(),
+            task.start(cell.model, cell.seed),
+        )  # fmt: skip
         numbers, finite = finite_numbers(cell.task.measure(graphdef, params))
     except Exception as error:  # noqa: BLE001  (one model that does not fit must not cost the others)
         return Result("failed", **sizes, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -73,6 +74,10 @@ class Task:
     def batches(self, seed: int) -> Iterator[Batch]:
         """What a model of this seed is trained on, at least `steps` batches."""
         raise NotImplementedError
+
+    def start(self, model: ModelConfig, seed: int) -> Any:
+        """Parameters that the training of a model starts from, by path; None are drawn ones."""
+        return None
 
     def selection(self) -> Selection | None:
         """How the parameters that are measured are chosen on validation data; None takes the last."""
@@ -151,8 +156,9 @@ class Language(Task):
             batches.close()
 
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
-        """bits_per_byte of held-out text; memory_gain: how much higher it is when the memories are never written, for a
-        model with memory; and where `positions` is not 0, by bucket of positions in long texts:
+        """bits_per_byte and word_perplexity of held-out text; memory_gain: how many bits per byte more it takes where
+        the memories are never written, for a model with memory; and where `positions` is not 0, by bucket of positions
+        in long texts:
 
         ends: where the buckets end. carried, fresh: mean loss of each, nats per token, with the state carried from row
         to row, and emptied before every row. last_over_best, last_over_fresh: the last bucket's carried loss over that
@@ -160,7 +166,7 @@ class Language(Task):
         """
         tokenizer, step = data.load_tokenizer(self.data.tokenizer), _evaluation_step(graphdef)
         batches = (sharding.spread(batch, None)[0] for batch in self._held_out())
-        numbers: Numbers = {"bits_per_byte": evaluate(step, params, batches, tokenizer).bits_per_byte}
+        numbers = self._by_word(evaluate(step, params, batches, tokenizer).bits_per_byte)
         if unwritten := _unwritten_step(graphdef):
             batches = (sharding.spread(batch, None)[0] for batch in self._held_out())
             never_written = evaluate(unwritten, params, batches, tokenizer).bits_per_byte
@@ -187,7 +193,13 @@ class Language(Task):
         targets = targets[targets >= 0]
         bits = -np.log2(counts / counts.sum())[targets].sum()
         num_bytes = count_bytes(targets[None], data.load_tokenizer(self.data.tokenizer))
-        return "frequencies of single tokens", {"bits_per_byte": float(bits / num_bytes)}
+        words = f"frequencies of single tokens, {data.describe_source(self.data)}"
+        return words, self._by_word(float(bits / num_bytes))
+
+    def _by_word(self, bits_per_byte: float) -> Numbers:
+        """bits_per_byte, and word_perplexity: 2 to the bits that a word of the held-out text takes, blanks included."""
+        bits = bits_per_byte * _bytes_per_word(self.data)
+        return {"bits_per_byte": bits_per_byte, "word_perplexity": 2.0**bits if bits < 1000 else math.inf}
 
     def _data(self, sequence_length: int) -> DataConfig:
         return dataclasses.replace(self.data, sequence_length=sequence_length, batch_size=self.batch_size)
@@ -226,6 +238,14 @@ def _unwritten_step(graphdef: nnx.GraphDef) -> EvaluationStep | None:
     """The step of the model whose memories are never written; None for a model without memory."""
     unwritten = without_writes(graphdef)
     return None if unwritten == graphdef else make_evaluation_step(unwritten)
+
+
+@functools.lru_cache(maxsize=4)
+def _bytes_per_word(config: DataConfig) -> float:
+    """Bytes of the held-out documents over the words between their blanks."""
+    documents = data.open_documents(config, "validation")
+    texts = [documents[index] for index in range(len(documents))]
+    return sum(len(text.encode()) for text in texts) / max(sum(len(text.split()) for text in texts), 1)
 
 
 @functools.lru_cache(maxsize=4)

@@ -1,0 +1,156 @@
+"""`titans study language`, `depth`, `pq`, `yaad` and `lengths`: their rows, their numbers, and one model of each."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from tiny_studies import LANGUAGE
+
+from titans_jax import cli
+from titans_jax.config import memory_rule
+from titans_jax.models import check_model
+from titans_jax.studies import STUDIES, run
+from titans_jax.studies.language import MODELS, LanguageOptions, LanguageStudy, texts
+from titans_jax.studies.length import LengthOptions, languages
+from titans_jax.studies.tasks import _bytes_per_word
+from titans_jax.studies.variants import VariantOptions, mean_to
+from titans_jax.training.run import count_params
+
+SMALL = {"dim": 8, "depth": 1, "head_dim": 4, "seeds": 1, "language": LANGUAGE}
+
+
+def cells_of(name, **fields):
+    return STUDIES[name]().cells(VariantOptions(**SMALL | fields))
+
+
+def finish(name, options, cells, folder):
+    study = STUDIES[name]()
+    run.run(run.Plan(name, study, options, cells, folder, f"titans study {name}"))
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_what_the_variants_are():
+    rules = {name: [memory_rule(cell.model.memory) for cell in cells_of(name)] for name in ("depth", "pq", "yaad")}
+    assert [len(rule.shapes(8)) for rule in rules["depth"]] == [1, 2, 3, 4]
+    labels = [tuple(cell.labels.values()) for cell in cells_of("pq")]
+    assert labels == [(p, 4.0) for p in (1, 1.5, 2, 2.8, 3, 3.2, 4)] + [(3.0, q) for q in (2, 3, 5)]
+    assert [rule.bias.p for rule in rules["pq"][:3]] == [1.0, 1.5, 2.0]
+    assert len(set(rules["yaad"])) == 5  # forgetting is a gate, not a part of the rule
+    full, *others = cells_of("yaad")
+    assert [cell.labels["variant"] for cell in others] == [
+        "without retention", "constant threshold", "without L2", "without L1", "linear memory"
+    ]  # fmt: skip
+    assert others[0].model.memory.forget == "never" and rules["yaad"][-1].architecture.linear
+
+
+@pytest.mark.parametrize("name", ["depth", "pq", "yaad"])
+def test_variants_have_as_many_parameters(name):
+    counts = [count_params(cell.model) for cell in cells_of(name, dim=16)]
+    assert max(counts) - min(counts) <= 3 * 16
+
+
+def test_the_mean_over_the_first_tokens():
+    ends, means = [4, 8, 16], [4.0, 2.0, 1.0]
+    assert mean_to(4, ends, means) == 4 and mean_to(8, ends, means) == 3
+    assert mean_to(16, ends, means) == pytest.approx((16 + 8 + 8) / 16)
+    assert mean_to(12, ends, means) is None and mean_to(8, ends, [4.0, None, 1.0]) is None
+    assert mean_to(8, None, None) is None
+
+
+@pytest.mark.exhaustive  # test_one_variant_end_to_end sees one of them
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["depth", "pq", "yaad"])
+def test_every_variant_trains(name, tmp_path):
+    options = VariantOptions(**SMALL)
+    cells = cells_of(name)
+    saved = finish(name, options, cells, tmp_path)
+    assert all(row["failed"] == 0 for row in saved["rows"]) and len(saved["rows"]) == len(cells)
+    for row in saved["rows"]:
+        numbers = row["numbers"]
+        assert numbers["to_16"]["mean"] == pytest.approx(numbers["carried"][0]["mean"])
+
+
+def test_one_variant_end_to_end(tmp_path):
+    cells = cells_of("depth", equal_parameters=False)[:1]
+    (row,) = finish("depth", VariantOptions(**SMALL), cells, tmp_path)["rows"]
+    carried = [bucket["mean"] for bucket in row["numbers"]["carried"]]
+    assert row["numbers"]["to_32"]["mean"] == pytest.approx((carried[0] + carried[1]) / 2)
+    assert row["numbers"]["to_64"]["mean"] == pytest.approx((carried[0] + carried[1] + 2 * carried[2]) / 4)
+
+
+def test_lengths_have_as_many_tokens_a_step():
+    every = languages(LengthOptions(rows=(16, 32, 8), language=LANGUAGE))
+    assert [(one.sequence_length, one.batch_size) for one in every] == [(16, 2), (32, 1), (8, 4)]
+    study = STUDIES["lengths"]()
+    options = study.defaults(LengthOptions())
+    assert {one.sequence_length * one.batch_size for one in languages(options)} == {512 * 64}
+    cells = study.cells(LengthOptions(rows=(16, 32), presets=("titans",), reference=(), blocks=("lmm",),
+                                      head_dim=4, dim=8, depth=1, seeds=1, language=LANGUAGE))  # fmt: skip
+    assert [cell.labels["rows"] for cell in cells] == [16, 32] and cells[0].model == cells[1].model
+
+
+def test_lengths_that_do_not_divide_a_step_are_refused(capsys, tmp_path):
+    assert cli.main(["study", "lengths", "--rows", "500", "--output", str(tmp_path / "out")]) == 2
+    assert (
+        "rows has 500; use divisors of 32,768, the tokens of language.batch_size rows of 512" in capsys.readouterr().err
+    )
+
+
+def test_the_models_of_the_papers_are_equally_large():
+    options = LanguageOptions(texts=("python",), dim=64, head_dim=16, depth=2, segment=32, sequence_length=64, seeds=1)
+    cells = LanguageStudy().cells(options)
+    assert [cell.labels["model"] for cell in cells] == list(MODELS)
+    counts = [count_params(cell.model) for cell in cells]
+    assert max(counts) - min(counts) <= 2 * 3 * 64
+    for cell in cells:
+        check_model(cell.model)
+
+
+def test_word_perplexity_is_two_to_the_bits_of_a_word():
+    text = LANGUAGE.data
+    by_word = LANGUAGE._by_word(2.0)
+    assert by_word["bits_per_byte"] == 2.0 and math.log2(by_word["word_perplexity"]) == pytest.approx(
+        2 * _bytes_per_word(text)
+    )
+    assert LANGUAGE._by_word(1e4)["word_perplexity"] == math.inf
+    from titans_jax import data
+
+    documents = data.open_documents(text, "validation")
+    whole = [documents[number] for number in range(len(documents))]
+    assert _bytes_per_word(text) == sum(len(t.encode()) for t in whole) / sum(len(t.split()) for t in whole)
+
+
+@pytest.mark.slow
+def test_language_end_to_end(tmp_path):
+    options = LanguageOptions(
+        texts=("python",), models=("Transformer++", "Titans MAC*"), dim=8, head_dim=4, depth=1, segment=16, seeds=1
+    )
+    study = LanguageStudy()
+    task = dataclasses.replace(LANGUAGE, positions=0)
+    cells = [dataclasses.replace(cell, task=task) for cell in study.cells(options)]
+    saved = finish("language", options, cells, tmp_path)
+    for row in saved["rows"]:
+        numbers = row["numbers"]
+        expected = 2 ** (numbers["bits_per_byte"]["mean"] * _bytes_per_word(LANGUAGE.data))
+        assert numbers["word_perplexity"]["mean"] == pytest.approx(expected)
+    assert saved["baselines"][0]["word_perplexity"] > 1
+
+
+def test_texts_are_where_they_are_said_to_be():
+    every = texts("/data", "byte", 64)
+    assert every["books"].path == "/data/books" and every["books"].validation_path == "/data/books/valid.jsonl.xz"
+    assert every["wikitext"].validation_path == "/data/wikitext-2/wiki.valid.tokens.xz"
+    assert {one.packing for one in every.values()} == {"stream"}
+
+
+def test_mistakes_end_in_one_sentence(capsys, tmp_path):
+    for arguments, message in (
+        ("--models Titan", "models has 'Titan'; did you mean "),
+        ("--texts poems", "texts has 'poems'; use books, wikitext, python"),
+        ("--folder /nowhere --texts books --models Transformer++", "'/nowhere/books'"),
+    ):
+        assert cli.main(["study", "language", *arguments.split(), "--output", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1

@@ -1,0 +1,137 @@
+"""DNA sequences with a class each: files of GUE and of GenomicsBenchmarks, and a tokenizer of one character a token.
+
+    dataset = load_dataset("prom/prom_core_notata", "../shared/data/genomics")
+    rows = dataset.rows("train")                # {"tokens", "segment_ids": [n, time], "targets": [n]}
+
+GUE (arXiv 2306.15006) has train, dev and test files `sequence,label`. GenomicsBenchmarks has train and test alone: a
+tenth of train is held out to choose parameters by, and never the test part, as HyenaDNA's protocol does.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from titans_jax.data.errors import DataError
+from titans_jax.data.sources import UNPACK
+
+PAD, OTHER, BASES = 0, 5, "ACGT"
+"""The padding token; that of a base that is not known (N and all letters but BASES); and those of tokens 1 to 4."""
+
+VOCABULARY = 6
+
+HELD_OUT = 10
+"""One in so many training sequences chooses parameters, where a dataset has no file for it."""
+
+Split = Literal["train", "validation", "test"]
+
+FILES = {"train": ("train",), "validation": ("dev", "valid", "validation"), "test": ("test",)}
+"""Beginnings of file names of each split."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Sequences by split. tokens, segment_ids: int32 [n, time], padding on the left; targets: int32 [n]."""
+
+    name: str
+    splits: dict[str, dict[str, np.ndarray]]
+    classes: int
+
+    def rows(self, split: Split) -> dict[str, np.ndarray]:
+        """All sequences of a split."""
+        return self.splits[split]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: the longest sequence."""
+        return self.splits["train"]["tokens"].shape[1]
+
+
+@functools.lru_cache(maxsize=16)
+def load_dataset(name: str, folder: str) -> Dataset:
+    """The dataset in the files of `folder`/`name`, or of `folder`/gue/`name`: .csv or .tsv, also .xz and .gz.
+
+    Raises:
+      DataError: the folder, a file or a column is missing, or a sequence is empty.
+    """
+    places = [Path(folder) / name, Path(folder) / "gue" / name, Path(folder) / "genomic_benchmarks" / name]
+    place = next((place for place in places if place.is_dir()), None)
+    if place is None:
+        raise DataError(f"{name} is not in {folder!r}; give the folder that holds it, or gue/{name}, with --folder")
+    found = {split: _file(place, beginnings) for split, beginnings in FILES.items()}
+    for split in ("train", "test"):
+        if found[split] is None:
+            raise DataError(f"{place} has no {split} file; add {split}.csv with the columns sequence and label")
+    read = {split: _read(file) for split, file in found.items() if file is not None}
+    if "validation" not in read:
+        read["train"], read["validation"] = _hold_out(read["train"])
+    labels = sorted({label for pairs in read.values() for _, label in pairs})
+    number = {label: place for place, label in enumerate(labels)}
+    length = max(len(sequence) for pairs in read.values() for sequence, _ in pairs)
+    splits = {
+        split: {
+            "tokens": (tokens := np.stack([tokenize(sequence, length) for sequence, _ in pairs])),
+            "segment_ids": (tokens != PAD).astype(np.int32),
+            "targets": np.array([number[label] for _, label in pairs], np.int32),
+        }
+        for split, pairs in read.items()
+    }
+    return Dataset(name, splits, len(labels))
+
+
+def tokenize(sequence: str, length: int) -> np.ndarray:
+    """A token a base, int32 [length], padded on the left; upper and lower case are the same."""
+    table = np.full(256, OTHER, np.int32)
+    for place, base in enumerate(BASES, 1):
+        table[[ord(base), ord(base.lower())]] = place
+    tokens = np.full(length, PAD, np.int32)
+    tokens[length - len(sequence) :] = table[np.frombuffer(sequence.encode("ascii", "replace"), np.uint8)]
+    return tokens
+
+
+def matthews_correlation(confusion: np.ndarray) -> float:
+    """Matthews' coefficient of counts [classes, classes] of (target, answer): 1 is right, 0 is chance (Gorodkin 2004).
+
+    0 where all targets, or all answers, are of one class.
+    """
+    counts = np.asarray(confusion, np.float64)
+    total, right, asked, answered = counts.sum(), np.trace(counts), counts.sum(axis=1), counts.sum(axis=0)
+    spread = (total**2 - np.sum(answered**2)) * (total**2 - np.sum(asked**2))
+    return float((right * total - asked @ answered) / np.sqrt(spread)) if spread > 0 else 0.0
+
+
+def _file(folder: Path, beginnings: tuple[str, ...]) -> Path | None:
+    files = sorted(file for file in folder.iterdir() if file.name.split(".")[0] in beginnings)
+    return files[0] if files else None
+
+
+def _read(file: Path) -> list[tuple[str, str]]:
+    with UNPACK.get(file.suffix, open)(file, "rb") as stream:
+        text = stream.read().decode("utf-8", "replace")
+    lines = csv.reader(io.StringIO(text), delimiter="\t" if ".tsv" in file.name else ",")
+    header = next(lines, [])
+    columns = [next((n for n, one in enumerate(header) if one in names), None) for names in COLUMNS]
+    if None in columns:
+        raise DataError(f"{file} has the columns {header}; use sequence and label")
+    pairs = [(line[columns[0]], line[columns[1]]) for line in lines if len(line) > max(columns)]
+    if not pairs or not all(sequence for sequence, _ in pairs):
+        raise DataError(f"{file} has an empty sequence, or none at all; use one a line")
+    return pairs
+
+
+COLUMNS = (("sequence", "seq"), ("label", "labels"))
+"""Names of the two columns that are read."""
+
+
+def _hold_out(pairs: list[tuple[str, str]]) -> tuple[list, list]:
+    """Pairs to train on, and every tenth of a random order to choose parameters by."""
+    order = np.random.default_rng(0).permutation(len(pairs))
+    held = set(order[: max(len(pairs) // HELD_OUT, 1)].tolist())
+    kept = [pair for number, pair in enumerate(pairs) if number not in held]
+    return kept, [pairs[number] for number in sorted(held)]
