@@ -115,7 +115,7 @@ def prepare(
     workers = workers or os.cpu_count() or 1
     made: dict[str, list[Shard]] = {"train": [], "validation": []}
     with _Pool(workers, (os.fspath(target), config.tokenizer, settings)) as pool, _progress(documents, say) as told:
-        waiting: deque[Future[Shard]] = deque()
+        waiting: deque[tuple[Split, Future[Shard]]] = deque()
 
         def finish(until: int) -> None:
             while len(waiting) > until:
@@ -126,7 +126,7 @@ def prepare(
         for split, texts in documents.items():
             for portion in _portions(split, texts, shard_bytes, lambda n, split=split: told(split, made, n)):
                 shard = _done(target, portion)
-                waiting.append((split, _Now(shard) if shard else pool.submit(portion)))
+                waiting.append((split, _there(shard) if shard else pool.submit(portion)))
                 finish(until=workers + 1)
         finish(until=0)
     for split, shards in made.items():
@@ -275,14 +275,11 @@ def _work(portion: Portion) -> Shard:
     return write_shard(*_worker, portion)
 
 
-class _Now:
-    """A result that is there."""
-
-    def __init__(self, value: Shard):
-        self._value = value
-
-    def result(self) -> Shard:
-        return self._value
+def _there(shard: Shard) -> Future[Shard]:
+    """A future that is there."""
+    future: Future[Shard] = Future()
+    future.set_result(shard)
+    return future
 
 
 class _Pool:
@@ -295,8 +292,8 @@ class _Pool:
         else:
             self._pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, arguments)
 
-    def submit(self, portion: Portion) -> Any:
-        return self._pool.submit(_work, portion) if self._pool else _Now(_work(portion))
+    def submit(self, portion: Portion) -> Future[Shard]:
+        return self._pool.submit(_work, portion) if self._pool else _there(_work(portion))
 
     def __enter__(self) -> _Pool:
         return self
@@ -306,7 +303,7 @@ class _Pool:
             self._pool.shutdown(cancel_futures=True)
 
 
-def _result(shard: Any) -> Shard:
+def _result(shard: Future[Shard]) -> Shard:
     try:
         return shard.result()
     except BrokenProcessPool as error:
