@@ -53,8 +53,9 @@ def _train_step(
 
     # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own rows when the batch is sharded.
     batch = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
-    (loss, tokens), grads = jax.eval_shape(grad_fn, params, jax.tree.map(lambda x: x[0], batch))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (loss, tokens, grads))
+    # Not of grad_fn, whose trace of the backward pass takes as long again: gradients have the shapes of parameters.
+    sums = jax.eval_shape(functools.partial(loss_sum, graphdef), params, jax.tree.map(lambda x: x[0], batch))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*sums, params))
     (loss, tokens, grads), _ = jax.lax.scan(microbatch, zeros, batch)
     predicted = jnp.maximum(tokens, 1.0)  # a batch of padding only has loss 0 and gradient 0
     loss, grads = loss / predicted, jax.tree.map(lambda g: g / predicted, grads)
