@@ -47,7 +47,8 @@ def test_what_the_variants_are():
 
 @pytest.mark.parametrize("name", ["depth", "pq", "yaad"])
 def test_variants_have_as_many_parameters(name):
-    counts = [count_params(cell.model) for cell in cells_of(name, dim=16)]
+    cells = run.checked_cells(STUDIES[name](), VariantOptions(**SMALL | {"dim": 16}))
+    counts = [count_params(cell.model) for cell in cells]
     assert max(counts) - min(counts) <= 3 * 16
 
 
@@ -73,7 +74,7 @@ def test_every_variant_trains(name, tmp_path):
 
 
 def test_one_variant_end_to_end(tmp_path):
-    cells = cells_of("depth", equal_parameters=False)[:1]
+    cells = cells_of("depth")[:1]
     (row,) = finish("depth", VariantOptions(**SMALL), cells, tmp_path)["rows"]
     carried = [bucket["mean"] for bucket in row["numbers"]["carried"]]
     assert row["numbers"]["to_32"]["mean"] == pytest.approx((carried[0] + carried[1]) / 2)
@@ -100,12 +101,10 @@ def test_lengths_that_do_not_divide_a_step_are_refused(capsys, tmp_path):
 
 def test_the_models_of_the_papers_are_equally_large():
     options = LanguageOptions(texts=("python",), dim=64, head_dim=16, depth=2, segment=32, sequence_length=64, seeds=1)
-    cells = LanguageStudy().cells(options)
+    cells = run.checked_cells(LanguageStudy(), options)
     assert [cell.labels["model"] for cell in cells] == list(MODELS)
     counts = [count_params(cell.model) for cell in cells]
     assert max(counts) - min(counts) <= 2 * 3 * 64
-    for cell in cells:
-        check_model(cell.model)
 
 
 def test_word_perplexity_is_two_to_the_bits_of_a_word():

@@ -80,8 +80,8 @@ def test_step_sizes_are_tried_where_there_are_any():
 
 
 def test_all_models_have_as_many_parameters_as_the_largest():
-    options = dataclasses.replace(TINY, dims=(32,), presets=("titans", "deltanet", "attention"), equal_parameters=True)
-    counts = [count_params(cell.model) for cell in MqarStudy().cells(options)]
+    options = dataclasses.replace(TINY, dims=(32,), presets=("titans", "deltanet", "attention"))
+    counts = [count_params(model) for model in models.same_size(kinds(options).values()).values()]
     plain = [count_params(model) for model in kinds(options).values()]
     one = 3 * 32  # a unit of one feed-forward layer
     assert max(counts) - max(count for count in counts if count <= max(counts)) == 0

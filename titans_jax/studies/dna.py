@@ -188,8 +188,6 @@ class DnaOptions(StudyOptions):
     """Blocks."""
     head_dim: int = 32
     """Width of a head."""
-    equal_parameters: bool = True
-    """Widen the feed-forward layers until all models have as many parameters as the largest."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2))
     """The other fields of the memories."""
 
@@ -224,14 +222,11 @@ class DnaStudy(Study):
                 data=name, folder=options.folder, pretrain_steps=options.pretrain_epochs * epoch,
             )  # fmt: skip
             kinds = [
-                ({"data": name, "model": model}, task.fit_to(models.small_model(
+                ({"data": name, "model": model}, models.small_model(
                     model, options.block, options.dim, options.depth, options.head_dim, options.memory
-                )))
+                ))
                 for model in dict.fromkeys(options.models)
             ]  # fmt: skip
-            if options.equal_parameters:
-                labels, built = zip(*kinds, strict=True)
-                kinds = list(zip(labels, models.same_size(list(built)), strict=True))
             cells += with_seeds(options, kinds, task)
         return cells
 

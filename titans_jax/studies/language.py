@@ -85,8 +85,6 @@ class LanguageOptions(StudyOptions):
     """Segment of mac, and window of what attends to one."""
     sequence_length: int = 2048
     """Tokens of a row."""
-    equal_parameters: bool = True
-    """Widen the feed-forward layers until all models have as many parameters as the largest."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2))
     """The other fields of the memories."""
     steps: int = 4000
@@ -133,16 +131,13 @@ class LanguageStudy(Study):
                 steps=options.steps, batch_size=options.batch_size, learning_rate=options.learning_rate,
                 data=every[text], evaluation_batches=options.evaluation_batches, positions=0,
             )  # fmt: skip
-            labels, built = [], []
+            kinds = []
             for name in dict.fromkeys(options.models):
                 preset, pattern = MODELS[name]
                 model = models.small_model(preset, "lmm", options.dim, options.depth, options.head_dim, options.memory)
                 model = dataclasses.replace(model, pattern=pattern, segment=options.segment, window=options.segment)
-                labels.append({"text": text, "model": name})
-                built.append(task.fit_to(model))
-            if options.equal_parameters:
-                built = models.same_size(built)
-            cells += with_seeds(options, zip(labels, built, strict=True), task)
+                kinds.append(({"text": text, "model": name}, model))
+            cells += with_seeds(options, kinds, task)
         return cells
 
     def columns(self, options: LanguageOptions) -> list[Column]:

@@ -37,8 +37,6 @@ class LengthOptions(StudyOptions):
     """Blocks."""
     segment: int = 64
     """Segment of mac, and window of mag and mal."""
-    equal_parameters: bool = True
-    """Widen the feed-forward layers until all models have as many parameters as the largest."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(depth=2, expansion=2))
     """The other fields of the memories."""
     rows: tuple[int, ...] = ()
@@ -76,9 +74,7 @@ class LengthStudy(Study):
         for block, preset in dict.fromkeys(names):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
             model = dataclasses.replace(model, segment=options.segment, window=options.segment)
-            built[block, preset] = options.language.fit_to(model)
-        if options.equal_parameters:
-            built = dict(zip(built, models.same_size(list(built.values())), strict=True))
+            built[block, preset] = model
         cells: list[Cell] = []
         for language in languages(options):
             kinds = [

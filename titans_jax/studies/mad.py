@@ -157,10 +157,8 @@ class MadStudy(Study):
         }
         cells: list[Cell] = []
         for task, (change, rate, decay) in self.trained(options):
-            sized = models.same_size([task.fit_to(model) for model in built.values()])
             names = {"task": task.setting.task, "change": change, "learning_rate": rate, "weight_decay": decay}
-            kinds = [({"model": name} | names, model) for name, model in zip(built, sized, strict=True)]
-            cells += with_seeds(options, kinds, task)
+            cells += with_seeds(options, [({"model": name} | names, model) for name, model in built.items()], task)
         return cells
 
     def trained(self, options: MadOptions) -> list[tuple[Mad, tuple[str, float, float]]]:

@@ -74,17 +74,23 @@ def check_blocks(names: Iterable[str]) -> None:
             raise ConfigError(f"blocks has {name!r}; use {', '.join(every[:-1])} or {every[-1]}")
 
 
-def same_size(models: list[ModelConfig]) -> list[ModelConfig]:
-    """The models with as many parameters as the largest of them, as near as the width of their feed-forward gets.
+def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
+    """Every model with as many parameters as the largest of its width, vocabulary and head, as near as the width of its
+    feed-forward layers gets.
 
     Nothing else of them changes, so that what a memory has over another one is not its parameters.
     """
     counts = {model: count_params(model) for model in dict.fromkeys(models)}
-    target, sized = max(counts.values(), default=0), {}
+    largest: dict[tuple[int, int, str], int] = {}
     for model, count in counts.items():
+        kind = (model.dim, model.vocab_size, model.head)
+        largest[kind] = max(count, largest.get(kind, 0))
+    sized = {}
+    for model, count in counts.items():
+        target = largest[model.dim, model.vocab_size, model.head]
         nearest = model if count == target else with_parameters(model, target, multiple=1)
         sized[model] = model if hidden_width(nearest) == hidden_width(model) else nearest
-    return [sized[model] for model in models]
+    return sized
 
 
 def state_floats(model: ModelConfig, sequence_length: int) -> int:

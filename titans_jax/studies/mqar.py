@@ -56,8 +56,6 @@ class MqarOptions(StudyOptions):
     """Blocks."""
     segment: int = 8
     """Segment of mac, and window of mag and mal: short of a sequence, so that only the memory reaches the pairs."""
-    equal_parameters: bool = True
-    """Widen the feed-forward layers until all models of a width have as many parameters as the largest."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=8))
     """The other fields of the memories."""
     max_step_sizes: tuple[float, ...] = ()
@@ -122,14 +120,7 @@ class MqarStudy(Study):
                 raise ConfigError(f"head_dims has {head_dim}; use divisors of dim {dim}")
         cells: list[Cell] = []
         for task, dim in itertools.product(tasks(options), dict.fromkeys(options.dims)):
-            labels, sized = zip(*((labels, task.fit_to(model)) for labels, model in kinds(options, dim)), strict=True)
-            for rate in options.learning_rates:  # before models are made equally large, which takes long
-                dataclasses.replace(task, learning_rate=rate).check(sized[0])
-            if options.equal_parameters:
-                sized = models.same_size(list(sized))
-            for (label, model), rate in itertools.product(
-                zip(labels, sized, strict=True), dict.fromkeys(options.learning_rates)
-            ):
+            for (label, model), rate in itertools.product(kinds(options, dim), dict.fromkeys(options.learning_rates)):
                 steps = options.attention_steps if label["preset"] == ATTENTION else options.steps
                 place = {"learning_rate": rate, "pairs": task.num_pairs, "length": task.length}
                 this = dataclasses.replace(task, steps=steps, learning_rate=rate)

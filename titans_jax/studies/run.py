@@ -19,7 +19,7 @@ from titans_jax.config import ConfigError, import_file, registered
 from titans_jax.config.command_line import parse
 from titans_jax.errors import TitansError
 from titans_jax.models import check_model
-from titans_jax.studies.models import state_floats
+from titans_jax.studies.models import same_size, state_floats
 from titans_jax.studies.results import Result, ResultsFile, finite_numbers
 from titans_jax.studies.study import STUDIES, Cell, Study, StudyOptions
 from titans_jax.studies.table import baselines_of, csv_rows, make_rows, number_words, terminal_table
@@ -79,12 +79,25 @@ def make_plan(name: str, arguments: list[str]) -> Plan:
     options = parse(program, study.options, arguments, study.defaults(options))
     if options.seeds < 1:
         raise ConfigError(f"seeds is {options.seeds}; use at least 1")
+    cells = checked_cells(study, options)
+    folder = Path(options.output or f"runs/study_{name}")
+    return Plan(name, study, options, cells, folder, shlex.join(["titans", "study", said, *arguments]))
+
+
+def checked_cells(study: Study, options: StudyOptions) -> list[Cell]:
+    """The models to train, all of them able to do their task, and equally large where the options say so.
+
+    Raises:
+      ConfigError, DataError: what cannot work, one sentence.
+    """
     cells = study.cells(options)
     for task, model in dict.fromkeys((cell.task, cell.model) for cell in cells):
         task.check(model)
         check_model(model)
-    folder = Path(options.output or f"runs/study_{name}")
-    return Plan(name, study, options, cells, folder, shlex.join(["titans", "study", said, *arguments]))
+    if not options.equal_parameters:
+        return cells
+    sized = same_size(cell.model for cell in cells)
+    return [dataclasses.replace(cell, model=sized[cell.model]) for cell in cells]
 
 
 def run(plan: Plan, console: Console | None = None) -> None:

@@ -137,8 +137,6 @@ class StateTrackingOptions(StudyOptions):
     """Blocks."""
     head_dim: int = 32
     """Width of a head."""
-    equal_parameters: bool = True
-    """Widen the feed-forward layers until all models of a group have as many parameters as the largest."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=1))
     """The other fields of the memories. With a chunk of one token every write is made at the memory as it is."""
     task: WordProblem = field(
@@ -195,10 +193,7 @@ class StateTrackingStudy(Study):
                     fields["preset"], "lmm", options.dim, options.depth, options.head_dim, memory
                 )
                 said = theory(rule, name, options.depth)
-                kinds.append(({"group": name, "rule": rule, "theory": said}, task.fit_to(model)))
-            if options.equal_parameters:
-                labels, every = zip(*kinds, strict=True)
-                kinds = list(zip(labels, models.same_size(list(every)), strict=True))
+                kinds.append(({"group": name, "rule": rule, "theory": said}, model))
             cells += with_seeds(options, kinds, task)
         return cells
 

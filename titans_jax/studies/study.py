@@ -36,6 +36,9 @@ class StudyOptions:
     """Defaults for two CPU cores and 20 minutes; without it they are for one accelerator."""
     seeds: int = 3
     """Models of each kind, with different starts and training rows."""
+    equal_parameters: bool = True
+    """Widen the feed-forward layers until models of one width, vocabulary and head have as many parameters as the
+    largest of them."""
     output: str | None = None
     """Folder for results, table and figure; None is runs/study_NAME. What is finished there is not trained again."""
 
@@ -81,6 +84,8 @@ class Study:
 
     def cells(self, options: StudyOptions) -> list[Cell]:
         """The models to train, in order; those of one row of the table have the same labels.
+
+        They are made equally large afterwards, where the options say so.
 
         Raises:
           ConfigError: options that cannot work, one sentence.

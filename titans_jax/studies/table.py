@@ -110,7 +110,9 @@ def baselines_of(cells: list[Cell]) -> list[Baseline]:
 
 
 def number_words(value: float | None, digits: int) -> str:
-    return "" if value is None or math.isnan(value) else f"{value:,.{digits}f}"
+    if value is None or math.isnan(value):
+        return ""
+    return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.2e}"
 
 
 def spread_words(value: Spread, digits: int) -> str:

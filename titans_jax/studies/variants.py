@@ -52,8 +52,6 @@ class VariantOptions(StudyOptions):
     """Blocks."""
     segment: int = 64
     """Segment of mac, and window of mag and mal."""
-    equal_parameters: bool = True
-    """Widen the feed-forward layers until all models have as many parameters as the largest."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2))
     """The other fields of the memories."""
     language: Language = field(default_factory=lambda: Language(steps=3000, batch_size=32))
@@ -81,18 +79,15 @@ class VariantStudy(Study):
         """See `Study`."""
         at_least_one(options, "head_dim", "dim", "depth", "segment")
         models.check_blocks([options.block])
-        labels, built = [], []
+        kinds = []
         for label, fields in self.variants():
             memory = dataclasses.replace(options.memory, **fields)
             model = models.small_model(
                 memory.preset, options.block, options.dim, options.depth, options.head_dim, memory
             )
             model = dataclasses.replace(model, segment=options.segment, window=options.segment)
-            labels.append(label)
-            built.append(options.language.fit_to(model))
-        if options.equal_parameters:
-            built = models.same_size(built)
-        return [*with_seeds(options, zip(labels, built, strict=True), options.language)]
+            kinds.append((label, model))
+        return [*with_seeds(options, kinds, options.language)]
 
     def lengths(self, options: VariantOptions) -> list[int]:
         """The lengths that the table tells the loss of."""

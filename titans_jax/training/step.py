@@ -53,10 +53,9 @@ def _train_step(
 
     # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own rows when the batch is sharded.
     batch = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
-    # Not of grad_fn, whose trace of the backward pass takes as long again: gradients have the shapes of parameters.
-    sums = jax.eval_shape(functools.partial(loss_sum, graphdef), params, jax.tree.map(lambda x: x[0], batch))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (*sums, params))
-    (loss, tokens, grads), _ = jax.lax.scan(microbatch, zeros, batch)
+    # The loss and its count are of the parameters' dtype; to ask for it would trace the model once more.
+    zero = jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
+    (loss, tokens, grads), _ = jax.lax.scan(microbatch, (zero, zero, jax.tree.map(jnp.zeros_like, params)), batch)
     predicted = jnp.maximum(tokens, 1.0)  # a batch of padding only has loss 0 and gradient 0
     loss, grads = loss / predicted, jax.tree.map(lambda g: g / predicted, grads)
 
