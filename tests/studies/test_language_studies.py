@@ -9,7 +9,6 @@ from tiny_studies import LANGUAGE
 
 from titans_jax import cli
 from titans_jax.config import memory_rule
-from titans_jax.models import check_model
 from titans_jax.studies import STUDIES, run
 from titans_jax.studies.language import MODELS, LanguageOptions, LanguageStudy, texts
 from titans_jax.studies.length import LengthOptions, languages
