@@ -67,6 +67,9 @@ class MemoryConfig:
     step_unit: Literal["error", "head_dim"] = "error"
     """What a step size of 1 is: the one with which a write to a fresh memory removes all of its token's error, whatever
     the memory; or 1 / head_dim, as in TTT (memory/README.md, Gates)."""
+    share_steps: bool = True
+    """Tokens of a chunk whose keys are near each other share their step, so that together they do not overshoot; False
+    is the papers' letter. Of steps that `max_step_size` bounds."""
     forget_to: Literal["start", "zero"] = "start"
     """Where forgetting leads: back to the learned start, where there is one, which keeps a memory behind a norm stable
     at any length; or to zero weights, the papers' letter."""
@@ -341,6 +344,7 @@ BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
     "model.memory.forget": "preset",
     "model.memory.forget_to": "zero",
+    "model.memory.share_steps": False,
     "model.memory.step_unit": "head_dim",
 }
 """What models did before these fields existed: a configuration that was saved without them means this."""

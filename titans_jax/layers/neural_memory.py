@@ -2,6 +2,7 @@
 
     q, k, v = silu(conv(x W))          each its own projection and convolution; q and k to unit norm per head
     alpha, eta, theta = gates(x)       per token, head and fast matrix, or as the preset's paper has them
+    theta = shared(theta, k)           among near keys of a chunk, where theta has a bound (`shared_steps`)
     r = memory(q, k, v, gates)         titans_jax.memory, a batch and heads of it
     y = (rms_norm(r) * silu(x W_g)) W_o
 
@@ -27,6 +28,7 @@ from titans_jax.layers.memory_gates import MemoryGates
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
+from titans_jax.layers.shared_steps import init_tail, shared_steps
 from titans_jax.sharding import (
     BATCH,
     HEADS,
@@ -41,7 +43,8 @@ READS = "memory_reads"
 
 
 class MemoryLayerState(NamedTuple):
-    """What the layer carries: the memory of every head [b, h, ...], and the last inputs of its convolutions by name."""
+    """What the layer carries: the memory of every head [b, h, ...]; by name, the last inputs of its convolutions, and
+    as "steps" the last keys and their steps, where steps are shared."""
 
     memory: memory.MemoryState
     tails: dict[str, jax.Array]
@@ -123,6 +126,7 @@ class NeuralMemory(nnx.Module):
         self.slow = nnx.Dict({name: parameter(value) for name, value in start.items()})
 
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
+        self.shares_steps = config.memory.share_steps and choices.bounded and self.rule.chunk_size > 1
         self.norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.output_gate = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.output_projection = projection(
@@ -176,11 +180,16 @@ class NeuralMemory(nnx.Module):
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
         if not self.writes:
             reads = self.retrieve(state.memory.weights, features["query"])
-            return reads, MemoryLayerState(state.memory, tails), {}
+            return reads, MemoryLayerState(state.memory, state.tails | tails), {}
         resets = None
         if documents is not None:
             mask, resets = documents.mask, documents.starts
         keys, values, gates = self.gates(x, features["key"], features["value"], mask)
+        if self.shares_steps:
+            left, tails["steps"] = shared_steps(
+                self.gates.error_shares(gates), keys, state.tails["steps"], state.memory.position, self.rule.chunk_size
+            )
+            gates = dataclasses.replace(gates, step_size=gates.step_size * left[..., None])
         inputs = HeadInputs(features["query"], keys, values, gates, resets)
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
         report = memory_report(self.rule, self.params(), gates, values, surprise, after.weights)
@@ -218,6 +227,8 @@ class NeuralMemory(nnx.Module):
         first = jax.vmap(lambda params: memory.init_state(self.rule, params))(params)
         shapes = {name: (x.convolution.size - 1, x.projection.out_features) for name, x in self.inputs().items()}
         tails = {name: jnp.zeros(shape, self.dtype) for name, shape in shapes.items()}
+        if self.shares_steps:
+            tails["steps"] = init_tail(self.num_heads, self.head_dim, self.rule.chunk_size, wide_dtype(self.dtype))
         state = MemoryLayerState(_replace(first, position=0), tails)
         if persistent is None:
             return state
