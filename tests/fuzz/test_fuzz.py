@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz.cases import run_case, save_whole
 
-CASES = 48
+CASES = 300
 
 
 @pytest.fixture(scope="module")

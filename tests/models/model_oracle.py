@@ -7,6 +7,8 @@ Written from Titans eq 19-31 and Miras, with the readings that memory/README.md 
 import numpy as np
 import oracle
 
+from titans_jax.config import step_size_bound  # a measured number, tests/memory/test_step_unit.py
+
 
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
@@ -162,14 +164,20 @@ class Model:
     def write(self, p, rows, part, states):
         """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""
         config = self.config
-        q, k, v = (self.features(p, name, rows, None)[part] for name in ("query", "key", "value"))
+        q, keys, v = (self.features(p, name, rows, None) for name in ("query", "key", "value"))
         # Per head: forget, step size and momentum, one of each for every fast matrix.
         kernel, bias = (p["memory", "gates", name] for name in ("kernel", "bias"))
         count = sum(name[:2] == ("memory", "start_weights") for name in p)
-        gates = np.einsum("td,dhk->thk", rows[part] / np.sqrt(config.dim), kernel) + bias[None]
+        gates = np.einsum("td,dhk->thk", rows / np.sqrt(config.dim), kernel) + bias[None]
         gates = np.moveaxis(sigmoid(gates.reshape(*gates.shape[:2], -1, count)), 2, 0)
-        forget, step_size = gates[0], gates[1] * config.memory.max_step_size / config.head_dim
+        forget, step_size = gates[0], gates[1] * step_size_bound(config)
         momentum = gates[2] if len(gates) == 3 else np.zeros_like(forget)
+        if config.memory.share_steps and config.memory.step_unit == "error":
+            shares = config.memory.max_step_size * gates[1].mean(axis=-1)
+            if len(gates) == 3:  # the momentum of all matrices, as a geometric mean
+                shares = shares / (1 - np.exp(np.log(momentum).mean(axis=-1)))
+            step_size = step_size * self.shared(keys, shares, part, states[0].position)[..., None]
+        q, k, v, forget, momentum, step_size = (x[part] for x in (q, keys, v, forget, momentum, step_size))
         reads, after = np.zeros_like(q), []
         for head, state in enumerate(states):
             reads[:, head], state, _, _ = oracle.memorize(
@@ -185,6 +193,16 @@ class Model:
             )
             after.append(state)
         return reads, after
+
+    def shared(self, keys, shares, part, position):
+        """What earlier tokens of its chunk leave of the step of every row of `part`; 1 for other rows."""
+        left, first = np.ones_like(shares), part.start
+        for t, head in np.ndindex(*shares[part].shape):
+            now = first + t
+            for earlier in range(now - (position + t) % self.config.memory.chunk_size, now):
+                cosine = max(0.0, keys[now, head] @ keys[earlier, head])
+                left[now, head] *= 1 - min(min(shares[earlier, head], 1) * cosine**4, 0.98)
+        return left
 
     def retrieve(self, p, states, queries):
         """Read without writing, [rows, heads, head_dim]."""

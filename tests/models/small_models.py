@@ -10,6 +10,8 @@ from flax import nnx
 from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
 from titans_jax.models import LanguageModel
 
+SHARED = {"step_unit": "error", "max_step_size": 2.0}
+"""Memory whose tokens share their steps."""
 KINDS = ("lmm", "mac", "mag", "mal", "attention", "window")
 CHUNK, SEGMENT, WINDOW, TIME, VOCAB, MAX_LENGTH = 4, 8, 6, 19, 32, 32
 

@@ -11,16 +11,19 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
     small.config("mag", num_persistent=0, memory={"momentum": False, "architecture": "linear", "activation": False}),
     small.config("mac", num_persistent=0, conv_size=1, memory={"architecture": "mlp", "depth": 3}),
     small.config("mac", mac_write="attention", memory={"forget_to": "zero"}),
+    small.config("lmm", memory=small.SHARED),
+    small.config("mac", memory=small.SHARED | {"momentum": False}),
     small.config("mal", conv_size=6, memory={"architecture": "gated_mlp", "form": "associative"}),
 ]
 
 
 def name(config):
     literal = "-literal" * (config.memory.forget_to == "zero")
-    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}"
+    shared = "-shared" * (config.memory.step_unit == "error")
+    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}{shared}"
 
 
-@pytest.mark.slow_but_for("mac-None", "mag-linear", "lmm+window-None")
+@pytest.mark.slow_but_for("mac-None", "mag-linear", "lmm+window-None", "mac-None-shared")
 @pytest.mark.parametrize("config", CASES, ids=name)
 def test_logits_equal_the_numpy_model(config):
     with jax.enable_x64(True):

@@ -70,6 +70,17 @@ def test_pieces_from_the_middle_of_a_chunk_equal_the_whole(kind):
         assert_same(read_in_pieces(model, tokens, [8, 5, 3, 1]), whole, 1e-9)
 
 
+@pytest.mark.slow_but_for("mac")
+@pytest.mark.parametrize("kind", ["lmm", "mac"])
+def test_steps_are_shared_across_pieces(kind):
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config(kind, memory=small.SHARED)), small.tokens()
+        whole = small.forward(model, tokens)
+        alone = small.build(small.config(kind, memory=small.SHARED | {"share_steps": False}))
+        assert abs(small.forward(alone, tokens) - whole).max() > 1e-6
+        assert_same(read_in_pieces(model, tokens, [5, 4, 7]), whole, 1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_decoding_equals_training_forward_in_float32(kind):

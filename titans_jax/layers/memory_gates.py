@@ -24,7 +24,6 @@ from titans_jax.config import ModelConfig, gate_choices, step_size_bound
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate
-from titans_jax.memory.step_unit import error_removed
 from titans_jax.sharding import logical
 
 
@@ -34,7 +33,7 @@ class MemoryGates(nnx.Module):
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, rngs: nnx.Rngs):
         choices = gate_choices(config.memory)
         self.choices, self.steps, self.dtype = choices, rule.algorithm.steps, param_dtype(config)
-        self.config, self.rule = config, rule
+        self.config = config
         heads, dtype = config.num_heads, self.dtype
 
         scalars = choices.scalar_logits(rule, config.head_dim)
@@ -151,7 +150,8 @@ class MemoryGates(nnx.Module):
     def error_shares(self, gates: memory.Gates) -> jax.Array:
         """The share of its error that each token's step removes from a fresh memory, momentum and all: [b, t, h], 0 at
         padding."""
-        shares = jnp.mean(gates.step_size, axis=-1) * error_removed(self.rule, self.config.head_dim)
+        share_of_bound = self.config.memory.max_step_size  # in its unit
+        shares = jnp.mean(gates.step_size, axis=-1) * (share_of_bound / step_size_bound(self.config))
         if gates.log_momentum is not None:  # the sum of a step and of what momentum makes of it
             shares /= jnp.maximum(-jnp.expm1(jnp.mean(gates.log_momentum, axis=-1)), 1e-3)
         return shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)

@@ -126,7 +126,8 @@ class NeuralMemory(nnx.Module):
         self.slow = nnx.Dict({name: parameter(value) for name, value in start.items()})
 
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
-        self.shares_steps = config.memory.share_steps and choices.bounded and self.rule.chunk_size > 1
+        shared = config.memory.share_steps and config.memory.step_unit == "error" and choices.bounded
+        self.shares_steps = shared and self.rule.chunk_size > 1
         self.norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.output_gate = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.output_projection = projection(

@@ -48,8 +48,8 @@ def shared_steps(
     padded = jnp.pad(entries, ((0, 0), (0, count * chunk_size), (0, 0), (0, 0)))
     chunks = jax.lax.dynamic_slice_in_dim(padded, before - position, count * chunk_size, axis=1)
     chunks = chunks.reshape(len(chunks), count, chunk_size, *chunks.shape[2:])
-    keys, shares = chunks[..., :-1], jnp.minimum(chunks[..., -1], 1.0).transpose(0, 1, 3, 2)
-    cosines = jnp.einsum("bnthd,bnjhd->bnhtj", keys, keys, precision="highest")
+    keys, shares = chunks[..., :-1].astype(keys.dtype), jnp.minimum(chunks[..., -1], 1.0).transpose(0, 1, 3, 2)
+    cosines = jnp.einsum("bnthd,bnjhd->bnhtj", keys, keys, preferred_element_type=tail.dtype)
     taken = shares[..., None, :] * jnp.maximum(cosines, 0.0) ** NEARNESS
     left = jnp.tril(jnp.log1p(-jnp.minimum(taken, MOST_SHARED)), -1)
     factors = jnp.exp(jnp.sum(left, axis=-1)).transpose(0, 1, 3, 2).reshape(len(chunks), -1, chunks.shape[3])

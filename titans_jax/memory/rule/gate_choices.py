@@ -27,9 +27,8 @@ FORGET_BIAS = -8.0
 # Memories without a norm of their own, and those that forget towards their start, begin by forgetting within some
 # hundred tokens.
 OPEN_BIAS = -5.0
-# sigmoid(-2) = 0.12. Sixteen tokens that write from one anchor, each with half of the largest step, overshoot. Behind a
-# norm, weights grow until they no longer do; Moneta, whose writes grow with the square of the error, and Memora, whose
-# weights cannot grow, do not recover: gradients explode and training crawls (memory/README.md, What was tried).
+# sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with steps of half the largest, those of a
+# chunk push one another on, and its gradients explode (memory/README.md, What was tried).
 LOW_BIAS = -2.0
 SOFTPLUS_ONE = math.log(math.expm1(1.0))
 """softplus of it is 1."""
