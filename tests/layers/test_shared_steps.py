@@ -18,7 +18,8 @@ def inputs(rows=2):
     keys[:, 6] = keys[:, 5] + 0.3 * keys[:, 6]  # near, in one chunk
     keys[:, 8] = keys[:, 7]  # equal, on two sides of a border
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
-    tail = jnp.broadcast_to(init_tail(HEADS, DIM, CHUNK, jnp.float32), (rows, CHUNK - 1, HEADS, DIM + 1))
+    tail = init_tail(HEADS, DIM, CHUNK, jnp.float32, jnp.float32)
+    tail = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), tail)
     return jnp.float32(draw.uniform(0, 1.5, (rows, TIME, HEADS))), jnp.float32(keys), tail
 
 
@@ -48,7 +49,7 @@ def test_a_sequence_may_be_read_in_pieces(pieces, traced):
         found.append(left)
         start += size
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, atol=1e-6)
-    np.testing.assert_array_equal(tail, end)
+    jax.tree.map(np.testing.assert_array_equal, tail, end)
 
 
 def test_equal_keys_in_one_chunk_are_the_token_by_token_rule():
@@ -65,7 +66,7 @@ def test_equal_keys_in_one_chunk_are_the_token_by_token_rule():
         _, state = memory.memorize(rule, params, memory.init_state(rule, params), keys, keys, values, gates)
         return state.weights[0]
 
-    tail = init_tail(1, dim, time, jnp.float32)[None]
+    tail = jax.tree.map(lambda x: x[None], init_tail(1, dim, time, jnp.float32, jnp.float32))
     left, _ = shared_steps(step[None, :, None], keys[None, :, None], tail, 0, time)
     one_by_one, together, alone = written(1, step), written(time, step * left[0, :, 0]), written(time, step)
     np.testing.assert_allclose(together, one_by_one, rtol=1e-5, atol=1e-6)

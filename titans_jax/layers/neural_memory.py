@@ -28,7 +28,7 @@ from titans_jax.layers.memory_gates import MemoryGates
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
-from titans_jax.layers.shared_steps import init_tail, shared_steps
+from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.sharding import (
     BATCH,
     HEADS,
@@ -47,7 +47,7 @@ class MemoryLayerState(NamedTuple):
     as "steps" the last keys and their steps, where steps are shared."""
 
     memory: memory.MemoryState
-    tails: dict[str, jax.Array]
+    tails: dict[str, jax.Array | StepTail]
 
 
 class HeadInputs(NamedTuple):
@@ -229,7 +229,8 @@ class NeuralMemory(nnx.Module):
         shapes = {name: (x.convolution.size - 1, x.projection.out_features) for name, x in self.inputs().items()}
         tails = {name: jnp.zeros(shape, self.dtype) for name, shape in shapes.items()}
         if self.shares_steps:
-            tails["steps"] = init_tail(self.num_heads, self.head_dim, self.rule.chunk_size, wide_dtype(self.dtype))
+            sizes = self.num_heads, self.head_dim, self.rule.chunk_size
+            tails["steps"] = init_tail(*sizes, self.dtype, wide_dtype(self.dtype))
         state = MemoryLayerState(_replace(first, position=0), tails)
         if persistent is None:
             return state

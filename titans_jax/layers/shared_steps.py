@@ -14,6 +14,8 @@ Shapes: b batch, t time, h heads, d head_dim, c chunk_size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -23,34 +25,43 @@ MOST_SHARED = 0.98
 """Of a step that one earlier token may take away, so that the logarithm of what is left is finite."""
 
 
-def init_tail(heads: int, head_dim: int, chunk_size: int, dtype: jnp.dtype) -> jax.Array:
-    """What is carried from call to call before any token, without the batch axis: [c-1, h, d+1] zeros."""
-    return jnp.zeros((chunk_size - 1, heads, head_dim + 1), dtype)
+class StepTail(NamedTuple):
+    """What is carried from call to call: keys [b, c-1, h, d] and shares [b, c-1, h] of the last c-1 tokens."""
+
+    keys: jax.Array
+    shares: jax.Array
+
+
+def init_tail(heads: int, head_dim: int, chunk_size: int, dtype: jnp.dtype, wide: jnp.dtype) -> StepTail:
+    """The tail before any token, without the batch axis: keys of `dtype`, shares of `wide`."""
+    shape = (chunk_size - 1, heads)
+    return StepTail(jnp.zeros((*shape, head_dim), dtype), jnp.zeros(shape, wide))
 
 
 def shared_steps(
-    shares: jax.Array, keys: jax.Array, tail: jax.Array, position: int | jax.Array, chunk_size: int
-) -> tuple[jax.Array, jax.Array]:
-    """What is left of every token's step, [b, t, h] in (0, 1], and the next tail, of the tail's dtype.
+    shares: jax.Array, keys: jax.Array, tail: StepTail, position: int | jax.Array, chunk_size: int
+) -> tuple[jax.Array, StepTail]:
+    """What is left of every token's step, [b, t, h] in (0, 1], and the next tail.
 
     Args:
       shares: the share of its error that each step removes alone, [b, t, h], at least 0; 0 at padding.
       keys: of unit norm, [b, t, h, d].
-      tail: keys and shares of the last c-1 tokens, [b, c-1, h, d+1].
       position: tokens of the open chunk that were read before, 0 to c-1.
     """
-    time, before = shares.shape[1], chunk_size - 1
-    entries = jnp.concatenate([keys, shares[..., None]], axis=-1, dtype=tail.dtype)
-    entries = jnp.concatenate([tail, entries], axis=1)
+    batch, time, heads = shares.shape
     # Whole chunks from the open one's first token on; where the position is traced, as many as there may be.
-    opened = position if isinstance(position, int) else before
+    opened = position if isinstance(position, int) else chunk_size - 1
     count = -(-(time + opened) // chunk_size)
-    padded = jnp.pad(entries, ((0, 0), (0, count * chunk_size), (0, 0), (0, 0)))
-    chunks = jax.lax.dynamic_slice_in_dim(padded, before - position, count * chunk_size, axis=1)
-    chunks = chunks.reshape(len(chunks), count, chunk_size, *chunks.shape[2:])
-    keys, shares = chunks[..., :-1].astype(keys.dtype), jnp.minimum(chunks[..., -1], 1.0).transpose(0, 1, 3, 2)
-    cosines = jnp.einsum("bnthd,bnjhd->bnhtj", keys, keys, preferred_element_type=tail.dtype)
-    taken = shares[..., None, :] * jnp.maximum(cosines, 0.0) ** NEARNESS
+
+    def chunks(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (0, count * chunk_size), *[(0, 0)] * (x.ndim - 2)))
+        x = jax.lax.dynamic_slice_in_dim(x, chunk_size - 1 - position, count * chunk_size, axis=1)
+        return x.reshape(batch, count, chunk_size, *x.shape[2:])
+
+    tail = StepTail(*(jnp.concatenate([old, new], axis=1) for old, new in zip(tail, (keys, shares), strict=True)))
+    keys, shares = map(chunks, tail)
+    cosines = jnp.einsum("bnthd,bnjhd->bnhtj", keys, keys, preferred_element_type=shares.dtype)
+    taken = jnp.minimum(shares, 1.0).transpose(0, 1, 3, 2)[..., None, :] * jnp.maximum(cosines, 0.0) ** NEARNESS
     left = jnp.tril(jnp.log1p(-jnp.minimum(taken, MOST_SHARED)), -1)
-    factors = jnp.exp(jnp.sum(left, axis=-1)).transpose(0, 1, 3, 2).reshape(len(chunks), -1, chunks.shape[3])
-    return jax.lax.dynamic_slice_in_dim(factors, position, time, axis=1), entries[:, time:]
+    factors = jnp.exp(jnp.sum(left, axis=-1)).transpose(0, 1, 3, 2).reshape(batch, -1, heads)
+    return jax.lax.dynamic_slice_in_dim(factors, position, time, axis=1), StepTail(*(x[:, time:] for x in tail))

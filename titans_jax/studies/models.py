@@ -96,8 +96,9 @@ def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
 def state_floats(model: ModelConfig, sequence_length: int) -> int:
     """Floats that a layer carries from token to token for one sequence: its memories, or the cache of attention.
 
-    Not counted: the last inputs of the convolutions, the same for all memories; the anchor of a memory whose every
-    token is a chunk, which is its weights once more; and what blocks with attention keep of the tokens in its window.
+    Not counted: the last inputs of the convolutions, the same for all memories; the open chunk's keys, where steps are
+    shared; the anchor of a memory whose every token is a chunk, which is its weights once more; and what blocks with
+    attention keep of the tokens in its window.
     """
     graphdef, params = abstract_model(model)
     state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
