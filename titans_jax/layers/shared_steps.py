@@ -22,7 +22,7 @@ import jax.numpy as jnp
 NEARNESS = 4
 """Power of the cosine: keys of different tokens, whose cosine is 0.1 to 0.3, leave each other's steps alone."""
 MOST_SHARED = 0.98
-"""Of a step that one earlier token may take away, so that the logarithm of what is left is finite."""
+"""The most of a step that one earlier token may take away, so that the logarithm of what is left is finite."""
 
 
 class StepTail(NamedTuple):
