@@ -4,10 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from titans_jax import memory
+from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.layers.shared_steps import MOST_SHARED, init_tail, shared_steps
 from titans_jax.memory.rule import algorithms, architectures, biases, retentions
+from titans_jax.memory.rule.gate_choices import GateChoices
+from titans_jax.memory.rule.presets import Preset
 
 CHUNK, TIME, HEADS, DIM = 4, 11, 2, 6
 
@@ -82,3 +87,16 @@ def test_the_gradient_at_equal_keys_is_finite():
 
     for gradient in jax.grad(total, argnums=(0, 1))(jnp.ones_like(shares), equal):
         assert np.all(np.isfinite(gradient))
+
+
+def test_several_steps_a_token_are_not_shared():
+    algorithm = algorithms.gradient_descent(steps=2)
+    twice = Preset(
+        "two_bounded_steps",
+        lambda: memory.MemoryRule(architectures.linear(), biases.l2(), retentions.decay(), algorithm, 4),
+        GateChoices("forget", "bounded"),
+    )
+    model = ModelConfig(pattern=("lmm",), dim=8, num_heads=2, head_dim=4, memory=MemoryConfig(preset=twice))
+    layer = jax.eval_shape(lambda: NeuralMemory(model, rngs=nnx.Rngs(0)))
+    reads, state, _ = jax.eval_shape(lambda layer: layer(jnp.zeros((1, 6, 8), jnp.bfloat16)), layer)
+    assert reads.shape == (1, 6, 8) and "steps" not in state.tails

@@ -69,7 +69,8 @@ class MemoryConfig:
     the memory; or 1 / head_dim, as in TTT (memory/README.md, Gates)."""
     share_steps: bool = True
     """Tokens of a chunk whose keys are near each other share their step, so that together they do not overshoot; False
-    is the papers' letter. Steps without `max_step_size`, or in another unit than "error", are never shared."""
+    is the papers' letter. Steps without `max_step_size`, in another unit than "error", or several a token, are never
+    shared."""
     forget_to: Literal["start", "zero"] = "start"
     """Where forgetting leads: back to the learned start, where there is one, which keeps a memory behind a norm stable
     at any length; or to zero weights, the papers' letter."""

@@ -150,8 +150,8 @@ class MemoryGates(nnx.Module):
     def error_shares(self, gates: memory.Gates) -> jax.Array:
         """The share of its error that each token's step removes from a fresh memory, momentum and all: [b, t, h], 0 at
         padding."""
-        share_of_bound = self.config.memory.max_step_size  # in its unit
-        shares = jnp.mean(gates.step_size, axis=-1) * (share_of_bound / step_size_bound(self.config))
+        unit = step_size_bound(self.config) / self.config.memory.max_step_size  # the step that removes all of it
+        shares = jnp.mean(gates.step_size, axis=-1) / unit
         if gates.log_momentum is not None:  # the sum of a step and of what momentum makes of it
             shares /= jnp.maximum(-jnp.expm1(jnp.mean(gates.log_momentum, axis=-1)), 1e-3)
         return shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)

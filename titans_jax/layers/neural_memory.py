@@ -127,7 +127,7 @@ class NeuralMemory(nnx.Module):
 
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
         shared = config.memory.share_steps and config.memory.step_unit == "error" and choices.bounded
-        self.shares_steps = shared and self.rule.chunk_size > 1
+        self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.output_gate = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.output_projection = projection(
