@@ -14,8 +14,6 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY_COMPILED}
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from titans_jax.registry import PACKAGE, Registry  # noqa: E402
-
 # A test that mixes dtypes or ranks by accident fails: so would a TPU program that silently widens to float32.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -54,23 +52,6 @@ def bounded_programs():
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
         jax.clear_caches()
-
-
-@pytest.fixture(autouse=True)
-def registered_for_the_test(monkeypatch):
-    """What a test registers is gone after it; what the package registers when a test first imports it stays."""
-    added, add = [], Registry.add
-
-    def recorded(registry, name, part, file=""):
-        new = name not in registry and not (file and PACKAGE in Path(file).resolve().parents)
-        add(registry, name, part, file)
-        if new:
-            added.append((registry, name))
-
-    monkeypatch.setattr(Registry, "add", recorded)
-    yield
-    for registry, name in added:
-        registry._parts.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ class Rule:
     """architecture "mlp" | "residual_mlp" | "gated_mlp", as deep as its weights; bias "l2" | "dot_product".
 
     forget_to_start: forgetting leads to the start weights, not to zero.
+    bound_slope: gradients times min(1, v / v_0), v the variance that the norm divides by, v_0 that of a fresh memory.
     """
 
     architecture: str
@@ -23,6 +24,7 @@ class Rule:
     has_momentum: bool
     chunk_size: int
     forget_to_start: bool = False
+    bound_slope: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,16 @@ def read(rule, weights, norm_scale, x):
     return hidden
 
 
+def fresh_variance(depth, head_dim):
+    """What the norm of a fresh residual MLP is given for a unit key, by summing over a fine grid of normal numbers."""
+    grid = np.linspace(-10, 10, 20_001)
+    density = np.exp(-(grid**2) / 2) / np.sum(np.exp(-(grid**2) / 2))
+    variance = 1 / head_dim
+    for _ in range(depth - 1):
+        variance = np.sum(density * gelu(np.sqrt(variance) * grid) ** 2)
+    return variance * (head_dim - 1) / head_dim
+
+
 def inner_loss(rule, output, value):
     """The bias at one output, and its derivative by the output."""
     if rule.bias == "l2":
@@ -104,6 +116,9 @@ def inner_gradient(rule, weights, norm_scale, key, value):
         normalized, deviation = normalize(outputs[-1])
         scaled = cotangent * norm_scale
         delta = (scaled - np.mean(scaled) - normalized * np.mean(scaled * normalized)) / deviation
+        if rule.bound_slope:
+            fresh = fresh_variance(len(weights), len(key))
+            delta = delta * min(1, np.var(outputs[-1]) / fresh)
     gradients = [np.outer(inputs[-2], delta)]
     for layer in range(len(weights) - 2, -1, -1):
         delta = (weights[layer + 1] @ delta) * gelu_slope(outputs[layer])

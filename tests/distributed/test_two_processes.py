@@ -1,6 +1,7 @@
 """Two processes train as one does: same losses, one place to stop, and no state that knows how many they were."""
 
 import dataclasses
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -24,7 +25,7 @@ from tests.training.tiny import tiny_config
 config = tiny_config(SMALL, evaluate_every=100, diagnostics_every=100, sample_tokens=0)
 """
 SAMPLE = ["--training.sample_tokens", "4", "--training.diagnostics_every", "6", "--training.evaluate_every", "6"]
-TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+TWO_DEVICES = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.layers.shared_steps import MOST_SHARED, init_tail, shared_steps
 from titans_jax.memory.rule import algorithms, architectures, biases, retentions
 from titans_jax.memory.rule.gate_choices import GateChoices
-from titans_jax.memory.rule.presets import Preset
+from titans_jax.memory.rule.presets import PRESETS, Preset
 
 CHUNK, TIME, HEADS, DIM = 4, 11, 2, 6
 
@@ -89,7 +89,8 @@ def test_the_gradient_at_equal_keys_is_finite():
         assert np.all(np.isfinite(gradient))
 
 
-def test_several_steps_a_token_are_not_shared():
+def test_several_steps_a_token_are_not_shared(monkeypatch):
+    monkeypatch.setattr(PRESETS, "_parts", dict(PRESETS._parts))  # forgets it after the test
     algorithm = algorithms.gradient_descent(steps=2)
     twice = Preset(
         "two_bounded_steps",

@@ -19,7 +19,7 @@ def model_of(preset, *pattern):
 
 def test_a_configuration_names_what_is_registered():
     for name, preset in PRESETS.items():
-        config = MemoryConfig(preset=name, forget_to="zero")
+        config = MemoryConfig(preset=name, forget_to="zero", bound_slope=False)
         assert name == preset.name and gate_choices(config) == preset.gates
         assert memory_rule(config) == preset.make()
     assert gate_choices(MemoryConfig(preset="mamba2")) == memory.GateChoices("rate", "rate")
@@ -30,7 +30,9 @@ def test_what_has_a_learned_start_forgets_to_it():
     for name, preset in PRESETS.items():
         config = MemoryConfig(preset=name)
         learned = preset.make().learned_start
-        assert memory_rule(config) == dataclasses.replace(preset.make(), forget_to_start=learned)
+        rule = preset.make()
+        normed = dataclasses.replace(rule, forget_to_start=learned, bound_slope=rule.architecture.normalized)
+        assert memory_rule(config) == normed
         assert gate_choices(config).forget_bias == (-5.0 if learned else preset.gates.forget_bias)
         assert gate_choices(dataclasses.replace(config, forget_bias=-3.0)).forget_bias == -3.0
 

@@ -156,6 +156,16 @@ class TwoWidths(Study):
 '''
 
 
+@pytest.fixture
+def own_studies():
+    """Forgets studies that a test registers."""
+    before = dict(STUDIES)
+    yield
+    for name in [name for name in STUDIES if name not in before]:
+        del STUDIES._parts[name]
+
+
+@pytest.mark.usefixtures("own_studies")
 def test_a_study_of_one_s_own(tmp_path, monkeypatch, capsys):
     file = tmp_path / "own.py"
     file.write_text(OWN)

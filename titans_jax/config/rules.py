@@ -103,7 +103,8 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     rule = dataclasses.replace(rule, **choices)
     # Linear recurrent models start from zero, and a lag token is defined by the weights themselves.
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags
-    return dataclasses.replace(rule, forget_to_start=to_start)
+    bound_slope = config.bound_slope and rule.architecture.slope_known
+    return dataclasses.replace(rule, forget_to_start=to_start, bound_slope=bound_slope)
 
 
 def _make(make: Callable[..., Any], config: MemoryConfig, said: Mapping[str, Any] | None = None) -> Any:

@@ -74,6 +74,9 @@ class MemoryConfig:
     forget_to: Literal["start", "zero"] = "start"
     """Where forgetting leads: back to the learned start, where there is one, which keeps a memory behind a norm stable
     at any length; or to zero weights, the papers' letter."""
+    bound_slope: bool = True
+    """Steps are smaller where the norm behind a memory is steeper than at a fresh one, so that no text, not even one
+    byte again and again, makes it unstable; False is the papers' letter. Memories without a norm ignore it."""
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""
@@ -343,6 +346,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 
 BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
+    "model.memory.bound_slope": False,
     "model.memory.forget": "preset",
     "model.memory.forget_to": "zero",
     "model.memory.share_steps": False,

@@ -30,7 +30,7 @@ def error_removed(rule: MemoryRule, head_dim: int) -> float:
         rule = dataclasses.replace(rule, algorithm=algorithms.gradient_descent())
     if rule.bias.constant_slope == 0:
         rule = dataclasses.replace(rule, bias=biases.l2())
-    return _error_removed(dataclasses.replace(rule, chunk_size=1, forget_to_start=False), head_dim)
+    return _error_removed(dataclasses.replace(rule, chunk_size=1, forget_to_start=False, bound_slope=False), head_dim)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from titans_jax.memory.forms.inner_gradient import (
     inner_loss,
     read,
     readable_weights,
+    slope_share,
     token_retention,
     weights_at,
 )
@@ -87,14 +88,21 @@ class AssociativeScan(ChunkAlgorithm):
         opened = weights_at(rule, params, start.anchor)
 
         def loss(weights, token):
+            outputs = [None] * len(weights)
+
             def linear(i, x):
-                return matmul(x, weights[i], token.keys.dtype)
+                outputs[i] = matmul(x, weights[i], token.keys.dtype)
+                return outputs[i]
 
             token = token._replace(values=to_state_dtype(token.values))
-            return inner_loss(rule, linear, params, token, jnp.zeros_like(token.values))
+            return inner_loss(rule, linear, params, token, jnp.zeros_like(token.values)), outputs[-1]
 
         def gradient(token, gate):
-            return jax.grad(loss)(gradient_weights(rule, opened, gate), token)
+            gradients, output = jax.grad(loss, has_aux=True)(gradient_weights(rule, opened, gate), token)
+            if rule.bound_slope:
+                (share,) = slope_share(rule, output)
+                gradients = tuple(share * gradient for gradient in gradients)
+            return gradients
 
         first = jax.tree.map(lambda x: x[0], gates)  # its anchor differs from `opened` in chunks of one token only
         surprise = inner_gradients(rule, params, gradient_weights(rule, opened, first), tokens).surprise

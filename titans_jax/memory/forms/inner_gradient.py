@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from titans_jax.memory.forms.chunk_algorithm import Tokens
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.algorithms import Written
+from titans_jax.memory.rule.architectures import centred
 from titans_jax.memory.rule.retentions import Slopes
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise
@@ -23,7 +24,7 @@ class InnerGradients(NamedTuple):
     """Every token's gradient of its inner loss, x_i^T delta_i for fast matrix i, never formed.
 
     inputs: x_i [tokens, in_i]. deltas: the loss's cotangents at the outputs, [tokens, out_i]. Channel-wise step sizes
-    are in the first input and in the last delta.
+    are in the first input and in the last delta, and what `slope_share` leaves of a step in all deltas.
     """
 
     inputs: tuple[Float[Array, "tokens _"], ...]
@@ -41,24 +42,33 @@ def inner_gradients(rule: MemoryRule, params: Params, anchor: Matrices, tokens: 
     zeros = tuple(jnp.zeros((*keys.shape[:-1], w.shape[-1]), values.dtype) for w in anchor)
 
     def loss(at_outputs, at_read):
-        inputs = [None] * len(anchor)
+        inputs, outputs = [None] * len(anchor), [None] * len(anchor)
 
         def linear(i, x):
-            inputs[i] = x
-            return matmul(x, anchor[i], keys.dtype) + at_outputs[i]
+            inputs[i], outputs[i] = x, matmul(x, anchor[i], keys.dtype) + at_outputs[i]
+            return outputs[i]
 
         losses = inner_loss(rule, linear, params, tokens._replace(values=values), at_read)
-        return jnp.sum(losses), (tuple(inputs), losses)
+        return jnp.sum(losses), (tuple(inputs), outputs[-1], losses)
 
     grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    (deltas, cotangent), (inputs, losses) = grad(zeros, jnp.zeros(values.shape, values.dtype))
+    (deltas, cotangent), (inputs, output, losses) = grad(zeros, jnp.zeros(values.shape, values.dtype))
     # A measurement, not a path for gradients: the norm has none at 0, which is where a learned token stands.
     losses, cotangent = jax.lax.stop_gradient((losses, cotangent))
+    if rule.bound_slope:
+        share = slope_share(rule, output)
+        deltas = tuple(share * delta for delta in deltas)
     if tokens.key_step_size is not None:
         inputs = (inputs[0] * tokens.key_step_size, *inputs[1:])
     if tokens.value_step_size is not None:
         deltas = (*deltas[:-1], deltas[-1] * tokens.value_step_size)
     return InnerGradients(inputs, deltas, Surprise(losses, jnp.linalg.norm(cotangent, axis=-1)))
+
+
+def slope_share(rule: MemoryRule, output: Float[Array, "*tokens head_dim"]) -> Float[Array, "*tokens 1"]:
+    """What `bound_slope` leaves of the step of tokens whose keys' last matrix gives `output`, in [0, 1]: behind a norm,
+    gradients grow as 1 / deviation and their own slopes as 1 / variance, without bound."""
+    return jnp.minimum(centred(output)[1] / rule.architecture.start_variance(output.shape[-1]), 1.0)
 
 
 def inner_loss(rule: MemoryRule, linear, params: Params, tokens: Tokens, at_read: jax.Array) -> jax.Array:

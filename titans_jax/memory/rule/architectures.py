@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from titans_jax.memory.rule.capabilities import forget
 from titans_jax.registry import Registry
@@ -61,6 +63,16 @@ class Architecture(abc.ABC):
     def slow(self, head_dim: int) -> Params:
         """Start values of the slow parameters other than the fast weights' start."""
         return {}
+
+    def start_variance(self, head_dim: int) -> float:
+        """Variance over channels of what a normalized memory's norm is given, for a unit key and start weights of
+        standard deviation 1/sqrt(in) (`init_params`); 0 where it is not known."""
+        return 0.0
+
+    @property
+    def slope_known(self) -> bool:
+        """Whether there is a norm and its `start_variance`, which `MemoryRule.bound_slope` needs."""
+        return self.normalized and self.start_variance(2) > 0
 
 
 @register_architecture()
@@ -116,6 +128,16 @@ class ResidualMlp(Mlp):
     def slow(self, head_dim: int) -> Params:
         return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
 
+    def start_variance(self, head_dim: int) -> float:
+        """Of a unit key, outputs of a matrix are normal with the mean square of its inputs as their variance."""
+        variance = 1 / head_dim
+        nodes, weights = np.polynomial.hermite_e.hermegauss(64)
+        for _ in range(self.depth - 1):
+            x = math.sqrt(variance) * nodes
+            hidden = x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+            variance = float(np.sum(weights * hidden**2) / np.sum(weights))
+        return variance * (1 - 1 / head_dim)
+
 
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +185,14 @@ def gelu_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def layer_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """LayerNorm over the last axis without bias, in the accumulation dtype of x (float32; memory/README.md,
     Numerics)."""
-    x = x - jnp.mean(x, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    x, variance = centred(x)
     return x * jax.lax.rsqrt(variance + NORM_EPSILON) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
+
+
+def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x without the mean of its last axis, and its variance there, [..., 1]."""
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    return x, jnp.mean(jnp.square(x), axis=-1, keepdims=True)
 
 
 linear, mlp, residual_mlp, gated_mlp = Linear, Mlp, ResidualMlp, GatedMlp

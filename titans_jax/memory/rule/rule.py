@@ -20,6 +20,9 @@ class MemoryRule:
     forget_to_start: what is carried is the change since the learned start, D = A - A_0, and retention acts on it alone:
     forgetting leads back to what was learned in training, not to zero. It is Miras' retention gate with R = ||W -
     M_0||^2 in place of ||W||^2 (memory/README.md, Forgetting to the start).
+    bound_slope: where the norm behind the last matrix is steeper than at a fresh memory, a token's gradient is taken
+    min(1, v / v_0) times, v the variance of what the norm is given for its key, v_0 that at a fresh memory
+    (memory/README.md, The slope of the norm).
     Raises ValueError for choices that exclude each other.
     """
 
@@ -30,6 +33,7 @@ class MemoryRule:
     chunk_size: int
     learned_start: bool = True
     forget_to_start: bool = False
+    bound_slope: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
@@ -48,6 +52,11 @@ class MemoryRule:
         if self.forget_to_start and (not self.learned_start or self.retention.lags):
             raise ValueError(
                 "forget_to_start is True: it needs a learned start and a retention gate without a lag token; use False."
+            )
+        if self.bound_slope and not self.architecture.slope_known:
+            raise ValueError(
+                f"bound_slope is True: it needs a memory with a norm and a start_variance, unlike {self.architecture}; "
+                "use False."
             )
         if self.retention.positive and not self.architecture.normalized:
             raise ValueError(

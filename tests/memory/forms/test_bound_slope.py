@@ -1,0 +1,128 @@
+"""Steps that shrink where the memory's norm is steep: the oracle's numbers, all forms alike, stable for one key."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from flax import nnx
+
+from titans_jax import memory
+from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.layers import NeuralMemory
+from titans_jax.memory.rule import architectures
+
+TIME, HEAD_DIM, CHUNK = 11, 6, 4
+presets = memory.presets
+RULES = {
+    "titans": presets.titans(expansion=2, chunk_size=CHUNK),
+    "ttt_linear": dataclasses.replace(presets.ttt_linear(), chunk_size=CHUNK),
+    "moneta": presets.moneta(expansion=2, chunk_size=CHUNK),
+    "yaad": presets.yaad(expansion=2, chunk_size=CHUNK),
+    "memora": presets.memora(expansion=2, chunk_size=CHUNK),
+}
+RULES = {name: dataclasses.replace(rule, forget_to_start=True, bound_slope=True) for name, rule in RULES.items()}
+
+
+def draw(rule, scale=1.0):
+    """float64 (params, queries, keys, values, gates), the last matrix of the start times `scale`."""
+    generator = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), memory.init_params(rule, jax.random.key(0), HEAD_DIM))
+    params["weights"] = (*params["weights"][:-1], scale * params["weights"][-1])
+    queries, keys, values = (jnp.asarray(generator.normal(size=(TIME, HEAD_DIM))) for _ in range(3))
+    keys = keys / jnp.linalg.norm(keys, axis=1, keepdims=True)
+    shape = (TIME, len(rule.shapes(HEAD_DIM)))
+    momentum = jnp.full(shape, 0.6) if rule.algorithm.has_momentum else None
+    steps = jnp.asarray(generator.uniform(0.005, 0.02, shape))
+    gates = memory.Gates.from_values(jnp.full(shape, 0.1), momentum, steps)
+    if rule.bias.takes_gate:  # Yaad's threshold
+        gates = dataclasses.replace(gates, bias_gate=jnp.full((TIME, HEAD_DIM), 0.5))
+    return params, queries, keys, values, gates
+
+
+def run(rule, form, params, queries, keys, values, gates):
+    reads, state = memory.memorize(rule, params, memory.init_state(rule, params), queries, keys, values, gates, form)
+    return reads, state.weights
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 3.0])
+def test_is_the_oracle_s(scale):
+    """Where the start is small (every step is smaller), as it is, and large (no step is)."""
+    rule = RULES["titans"]
+    with jax.enable_x64(True):
+        params, *tokens, gates = draw(rule, scale)
+        found, _ = run(rule, "chunked", params, *tokens, gates)
+        plain, _ = run(dataclasses.replace(rule, bound_slope=False), "chunked", params, *tokens, gates)
+        slow = {"weights": [np.asarray(w) for w in params["weights"]], "norm_scale": np.asarray(params["norm_scale"])}
+        values = (1 - np.exp(gates.log_retention), np.exp(gates.log_momentum), np.asarray(gates.step_size))
+        published = oracle.Rule("residual_mlp", "l2", True, CHUNK, forget_to_start=True, bound_slope=True)
+        expected, *_ = oracle.memorize(published, slow, oracle.start(slow), *map(np.asarray, tokens), *values)
+        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+        assert (np.abs(found - plain).max() < 1e-12) == (scale == 3.0)
+
+
+@pytest.mark.slow_but_for("titans-chunked", "yaad-associative")
+@pytest.mark.parametrize("form", ["associative", "chunked"])
+@pytest.mark.parametrize("name", RULES)
+def test_forms_agree_in_value_and_gradient(name, form):
+    with jax.enable_x64(True):
+        rule = RULES[name]
+        arguments = draw(rule, 0.7)
+
+        def probe(form, *arguments):
+            reads, weights = run(rule, form, *arguments)
+            return jnp.sum(jnp.sin(reads)) + sum(jnp.sum(jnp.cos(w)) for w in weights)
+
+        wanted, got = (jax.grad(probe, (1, 2, 3, 4, 5))(one, *arguments) for one in ("recurrent", form))
+        for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+            # Moneta's fourth norm of small matrices has large derivatives.
+            np.testing.assert_allclose(other, one, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize(("depth", "expansion"), [(1, 4), (2, 4), (3, 2)])
+def test_start_variance_is_that_of_fresh_memories(depth, expansion):
+    rule = presets.titans(depth=depth, expansion=expansion)
+    draws, dim = 4000, 8
+
+    def variance(key):
+        params = memory.init_params(rule, key, dim)
+        outputs = architectures.mlp(depth, expansion).read(
+            lambda i, x: x @ params["weights"][i], params, jnp.full((dim,), dim**-0.5)
+        )
+        return jnp.var(outputs)
+
+    found = np.asarray(jax.vmap(variance)(jax.random.split(jax.random.key(0), draws)))
+    expected = rule.architecture.start_variance(dim)
+    assert abs(found.mean() - expected) < 4 * found.std() / draws**0.5
+
+
+def test_one_key_for_ever_makes_no_memory_unstable():
+    """The slope of a layer's weights after 2,048 equal tokens by those at the start: it grows without end without the
+    bound; with it the start is forgotten."""
+
+    def slope(bound_slope):
+        config = MemoryConfig(bound_slope=bound_slope)
+        model = ModelConfig(dim=32, num_heads=2, head_dim=16, memory=config, dtype="float64")
+        layer = NeuralMemory(model, rngs=nnx.Rngs(0))
+        x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (32,), jnp.float64), (1, 2048, 32))
+        start = layer.init_state(1)
+
+        def end(weights, x):
+            state = start._replace(memory=dataclasses.replace(start.memory, weights=weights, anchor=weights))
+            return layer(x, state)[1].memory.weights
+
+        first = start.memory.weights
+        by = tuple(jax.random.normal(jax.random.key(1), w.shape, w.dtype) for w in first)
+        _, moved = jax.jit(lambda x: jax.jvp(lambda weights: end(weights, x), (first,), (by,)))(x)
+        return float(optax.tree.norm(moved) / optax.tree.norm(by))
+
+    with jax.enable_x64(True):
+        assert slope(False) > 100 and slope(True) < 1e-3
+
+
+def test_a_memory_without_a_norm_is_refused():
+    with pytest.raises(ValueError, match="bound_slope is True: it needs a memory with a norm"):
+        dataclasses.replace(presets.titans(residual=False), bound_slope=True)
