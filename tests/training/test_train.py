@@ -221,7 +221,7 @@ def test_divergence_stops_and_keeps_the_last_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_with_memory_reports_on_it(tmp_path):
-    model = dataclasses.replace(MODEL, pattern=("mac", "attention"))
+    model = dataclasses.replace(MODEL, pattern=("lmm",), depth=1)
     said = run(tiny_config(model, steps=6, evaluate_every=3, diagnostics_every=2), tmp_path / "run")
     lines = list(read_metrics(tmp_path / "run"))
     *_, line = reports = [line for line in lines if line["kind"] == "memory"]

@@ -345,8 +345,9 @@ def test_chunks_that_share_a_stored_state(monkeypatch):
     "rule", [titans(), presets.moneta(expansion=2, chunk_size=CHUNK), linear(8)], ids=["titans", "moneta", "linear"]
 )
 def test_forgetting_to_the_start(rule):
-    """The learned start is read beside what has changed since, from another start inside a chunk too."""
-    rule = dataclasses.replace(rule, forget_to_start=True)
+    """The learned start is read beside what has changed since, from another start inside a chunk too; as in models,
+    steps are smaller where a norm is steep."""
+    rule = dataclasses.replace(rule, forget_to_start=True, bound_slope=rule.architecture.normalized)
     check(rule, HEADS, time=3 * CHUNK, head_dim=16, position=3)
 
 
