@@ -88,7 +88,7 @@ class EvaluateOptions:
     """What to measure: names of evaluators. perplexity: loss, bits per byte and perplexity on the run's held-out text.
     positions: bits per byte by position in a text far longer than a training row, with the state carried on and with it
     emptied at every window; writes positions.csv, .json and .png into the run's folder. niah: RULER's needles S-NIAH-1
-    to 3; ruler: all of its needle tasks. `titans evaluate --list` prints all there are.
+    to 3; ruler: all of its tasks. `titans evaluate --list` prints all there are.
     """
     memory: Literal["on", "off", "fresh"] = "on"
     """off: memories are read at their start and never written. fresh: tasks that carry a state from window to window

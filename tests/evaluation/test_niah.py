@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from tests.evaluation.test_paragraphs import write_sets
 from tests.evaluation.test_positions import run_of
 from titans_jax import cli
 from titans_jax.evaluation import EvaluationError, EvaluationOptions, niah
@@ -144,10 +145,24 @@ def test_a_model_that_says_the_answer_finds_all(run, all_knowing):
     for length, count in counts.items():
         assert count == sum(length in [row["length"] for row in numbers.get(name, [])] for name in TASKS)
     left_out = json.loads((run.folder / "ruler.json").read_text())["left_out"]
-    assert counts[1024] < 11 and len(left_out) == 22 - sum(counts.values())
+    assert counts[1024] < 11 and len(left_out) == 2 + 22 - sum(counts.values())
+    assert left_out[0].startswith("qa_1: there is no data/squad/dev-v2.0.json (nor .gz, .xz); titans data list says")
     assert any(
         sentence.startswith("vt: length is 1,024 tokens, too few for a question and 30") for sentence in left_out
     )
+
+
+def test_questions_about_paragraphs_are_asked_where_their_files_are(run, all_knowing, monkeypatch, tmp_path):
+    """Question after question of the file, from the first again; the mean is over all tasks that have room."""
+    write_sets(tmp_path)
+    monkeypatch.setattr(niah, "TASKS", {"fwe": TASKS["fwe"]})
+    numbers = niah.ruler(run, EvaluationOptions(length=1024, samples=3, data=tmp_path))
+    assert numbers["mean"] == [{"length": 1024, "tasks": 3, "accuracy": 100.0}]
+    saved = json.loads((run.folder / "ruler.json").read_text())
+    assert "left_out" not in saved
+    assert [answer["answers"] for answer in saved["answers"] if answer["task"] == "qa_1"] == [
+        ["blue", "the blue one"], ["red"], ["blue", "the blue one"],
+    ]  # fmt: skip
 
 
 def test_what_was_answered_before_logits_were_not_finite_is_kept(run, all_knowing, monkeypatch):

@@ -118,6 +118,18 @@ SETS: dict[str, DataSet] = {
     "books": DataSet(
         "books/valid.jsonl", "novels, for BABILong: PG-19's test set", builder="pg19:test", convert=_book
     ),
+    "squad": DataSet(
+        "squad/dev-v2.0.json", "SQuAD 2.0, development set, for RULER's qa_1",
+        "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
+        "80a5225e94905956a6446d296ca1093975c4d3b3260f1d6c8f68bc2ab77182d8",
+    ),
+    "hotpotqa": DataSet(
+        "hotpotqa/hotpot_dev_distractor_v1.json", "HotpotQA, development set with distractors, for RULER's qa_2: the "
+        "copy that RULER names, as the official server is often away",
+        "https://huggingface.co/datasets/namlh2004/hotpotqa/resolve/7e54db4656209750ff487f6fdf8e39a66dba136b/"
+        "hotpot_dev_distractor_v1.json",
+        "e3da074df24e8369009918aa5cdbdd254dadcde4c63f7569d36afd6f2268caa8",
+    ),
     "ETTh1": DataSet("ett/ETTh1.csv", "ETT, hours, first transformer", f"{_ETT}/ETTh1.csv",
                      "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066"),
     "ETTh2": DataSet("ett/ETTh2.csv", "ETT, hours, second transformer", f"{_ETT}/ETTh2.csv",

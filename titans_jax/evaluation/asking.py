@@ -58,7 +58,8 @@ class Asking:
     """An evaluation by questions.
 
     name: what its files are called. make: the question of a task, a length and a number; ValueError, of one sentence,
-    where a length has no room for it. header: what a reader of the numbers must know.
+    where a length has no room for it. header: what a reader of the numbers must know. left_out: sentences on what is
+    not asked at any length.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Asking:
     make: Callable[[str, int, int], Question]
     header: dict[str, Any]
     draw: Callable[..., None]
+    left_out: Sequence[str] = ()
 
     def measure(self, run: Run, options: EvaluationOptions) -> Numbers:
         """The table of each task by its name, a row for every length that its questions fit.
@@ -101,8 +103,9 @@ class Asking:
         for task in self.tasks:
             if table := _table([each for each in kept if each.task == task]):
                 numbers[task] = table
-        self._write(run, options, kept, numbers, list(left_out.values()))
-        for sentence in left_out.values():
+        sentences = [*self.left_out, *left_out.values()]
+        self._write(run, options, kept, numbers, sentences)
+        for sentence in sentences:
             console.print(f"titans: left out: {sentence}", highlight=False, soft_wrap=True)
         if failure:
             where = f"the {len(answers):,} answers before are in {self.name}.json"

@@ -47,8 +47,9 @@ class VariableTracking:
     hops: int = 4
     generated: int = 30
 
-    def draft(self, chance: random.Random, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
+    def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are lines of noise; see `RulerTask.draft`."""
+        chance = random.Random(number)
         example, question = self._chain(chance, LETTERS - 2), self._chain(chance, LETTERS)
         lines = example.least
         while count_tokens(example.prompt(lines + 1)) <= EXAMPLE_TOKENS:
@@ -81,8 +82,9 @@ class CommonWords:
     common: int = 10
     generated: int = 120
 
-    def draft(self, chance: random.Random, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
+    def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are words that are not common; see `RulerTask.draft`."""
+        chance = random.Random(number)
         short = length < SHORT
         words, often, seldom = (20, 3, 1) if short else (40, 10, 3)
         example = self._list(chance, often, seldom)
@@ -108,8 +110,9 @@ class FrequentWords:
 
     generated: int = 50
 
-    def draft(self, chance: random.Random, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
+    def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are words; see `RulerTask.draft`."""
+        chance = random.Random(number)
         coded: dict[str, None] = {}
         while len(coded) < max(4, (length - self.generated) // 50):
             coded["".join(chance.choices(string.ascii_lowercase, k=6))] = None

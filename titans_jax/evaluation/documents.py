@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import lzma
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from titans_jax import data
 from titans_jax.config import DataConfig
@@ -43,3 +45,8 @@ def find_file(folder: Path, name: str) -> Path:
     if found is None:
         raise EvaluationError(f"there is no {folder / name} (nor .gz, .xz); titans data list says where it comes from")
     return found
+
+
+def open_text(file: Path) -> IO[str]:
+    """A text file to read, packed (.xz, .gz) or not."""
+    return {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)(file, "rt", encoding="utf-8")

@@ -11,7 +11,6 @@ page, and in windows of 2,048 tokens with an empty one, as models of a bounded c
 from __future__ import annotations
 
 import functools
-import gzip
 import json
 import logging
 import lzma
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from titans_jax.evaluation.documents import find_file
+from titans_jax.evaluation.documents import find_file, open_text
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.inference import NotFiniteLogits
 from titans_jax.plots import figure, save_csv, save_json
@@ -169,7 +168,7 @@ def read_documents(file: Path, task: HarnessTask) -> tuple[list[dict[str, Any]],
       EvaluationError: it cannot be read, or has no document with the fields.
     """
     try:
-        with {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)(file, "rt", encoding="utf-8") as lines:
+        with open_text(file) as lines:
             if task.fields == ("page",):
                 return [{"page": page} for page in wikitext_pages(lines.read())], ""
             found = [json.loads(line) for line in lines if line.strip()]

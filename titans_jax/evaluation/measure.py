@@ -36,7 +36,12 @@ def evaluators_of(tasks: Iterable[str], field: str = "tasks") -> dict[str, Evalu
 
 def sets_of(task: str) -> tuple[str, ...]:
     """The data sets (`titans_jax.data.sets`) that a task reads where they are."""
-    several = {"babilong": ("babi", "books"), "wikitext_2k": ("wikitext",), "harness": tuple(harness.TASKS)}
+    several = {
+        "babilong": ("babi", "books"),
+        "ruler": ("squad", "hotpotqa"),
+        "wikitext_2k": ("wikitext",),
+        "harness": tuple(harness.TASKS),
+    }
     names = several.get(task, (task,))
     return tuple(name for name in names if name in sets.SETS)
 

@@ -66,6 +66,8 @@ class Draft:
     """The fewest units."""
     mark: str | None = None
     """What stands in the prompt where the depth of the question is, if it has one."""
+    one_is_enough: bool = False
+    """Whether the answers are ways to say the same, else each counts for its share."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ class NeedleTask:
     generated: int = 128
     """Tokens of an answer, which a length includes."""
 
-    def draft(self, chance: random.Random, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
+    def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """A question on the words of an essay, or on lines: units are words or lines; see `RulerTask.draft`."""
+        chance = random.Random(number)
         keys = distinct(chance, self.key, max(self.keys, self.queries))
         values = [distinct(chance, self.value, self.values) for _ in keys]
         needles = [_needle(self, key, value) for key, own in zip(keys, values, strict=True) for value in own]

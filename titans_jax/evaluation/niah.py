@@ -1,7 +1,7 @@
 """Needles in a haystack: what a model still finds of a sentence in a text far longer than its rows.
 
     titans evaluate RUN niah --length 16384 --samples 100      S-NIAH-1, 2 and 3 of RULER, at 1K, 2K, .. 16K tokens
-    titans evaluate RUN ruler --text essays.txt                eleven of RULER's thirteen tasks, and their mean
+    titans evaluate RUN ruler --text essays.txt                RULER's thirteen tasks, and their mean
 
 Prompts are read in pieces by the chunked form, several side by side; answers are the most likely tokens and count by
 RULER's string_match_all (see `ruler_tasks`, also for what differs from RULER).
@@ -9,7 +9,7 @@ RULER's string_match_all (see `ruler_tasks`, also for what differs from RULER).
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,8 @@ from titans_jax.evaluation.asking import Answer, Asking, Question, mean_of_tasks
 from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.evaluation.needles import ADJECTIVES, NOUNS, Essay
-from titans_jax.evaluation.ruler_tasks import TASKS, make_sample, score
+from titans_jax.evaluation.paragraphs import PARAGRAPH_TASKS, read_task
+from titans_jax.evaluation.ruler_tasks import TASKS, RulerTask, make_sample, score
 from titans_jax.plots import panels
 
 if TYPE_CHECKING:
@@ -40,42 +41,54 @@ def niah(run: Run, options: EvaluationOptions) -> Numbers:
     Raises:
       EvaluationError: the text cannot be read, the length is less than 1,024, or the model's logits are not finite.
     """
-    return measure(run, options, list(TASKS)[:3], "niah")
+    return measure(run, options, {name: TASKS[name] for name in list(TASKS)[:3]}, "niah")
 
 
 @register_evaluator()
 def ruler(run: Run, options: EvaluationOptions) -> Numbers:
-    """Eleven tasks of RULER, as `niah`, and at every length the mean of those whose questions fit it.
+    """RULER's thirteen tasks, as `niah`, and at every length the mean of those whose questions fit it.
 
-    Writes ruler.csv, .json and .png. RULER's qa_1 and qa_2 are not there: they read SQuAD and HotpotQA.
+    qa_1 and qa_2 read SQuAD and HotpotQA from `options.data`; where they are not, the mean is without them, as is said.
+    Writes ruler.csv, .json and .png.
     """
-    numbers = measure(run, options, list(TASKS), "ruler")
+    tasks, left_out = dict(TASKS), []
+    for name in PARAGRAPH_TASKS:
+        try:
+            tasks[name] = read_task(options.data, name)
+        except EvaluationError as error:
+            left_out.append(f"{name}: {error}")
+    numbers = measure(run, options, tasks, "ruler", left_out)
     return numbers | {"mean": mean_of_tasks(numbers)}
 
 
-def measure(run: Run, options: EvaluationOptions, tasks: list[str], name: str) -> Numbers:
-    """The table of each task by its name, a row for every length that a question fits; writes files called `name`."""
+def measure(
+    run: Run, options: EvaluationOptions, tasks: dict[str, RulerTask], name: str, left_out: Sequence[str] = ()
+) -> Numbers:
+    """The table of each task by its name, a row for every length that a question fits; writes files called `name`.
+
+    left_out: sentences on tasks that cannot be asked.
+    """
     if options.length < SHORTEST:
         raise EvaluationError(f"length is {options.length:,}; use at least {SHORTEST:,}")
     lengths = [SHORTEST << power for power in range((options.length // SHORTEST).bit_length())]
     essay = read_essay(run, options.text)
 
-    def make(task: str, length: int, seed: int) -> Question:
-        kind = TASKS[task]
+    def make(task: str, length: int, number: int) -> Question:
+        kind = tasks[task]
         try:
-            sample = make_sample(kind, essay, lambda text: 1 + len(run.tokenizer.encode(text)), length, seed)
+            sample = make_sample(kind, essay, lambda text: 1 + len(run.tokenizer.encode(text)), length, number)
         except ValueError as error:
             raise ValueError(f"{error}; use a larger length") from error
-        return Question(
-            sample.prompt, sample.answers, sample.depth, kind.generated, functools.partial(score, sample.answers)
-        )
+        right = lambda said: score(sample.answers, said, sample.one_is_enough)  # noqa: E731
+        return Question(sample.prompt, sample.answers, sample.depth, kind.generated, right)
 
     header = {
         "essays": str(options.text or "the run's validation documents"),
         "words": f"{len(ADJECTIVES)} adjectives x {len(NOUNS)} nouns of titans_jax",
         "sentences": "titans_jax's own rule",
     }
-    return Asking(name, tasks, lengths, options.samples or SAMPLES, make, header, draw).measure(run, options)
+    asking = Asking(name, list(tasks), lengths, options.samples or SAMPLES, make, header, draw, left_out)
+    return asking.measure(run, options)
 
 
 def read_essay(run: Run, file: Path | None) -> Essay:

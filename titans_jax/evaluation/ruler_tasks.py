@@ -1,13 +1,12 @@
 """The tasks of RULER (arXiv 2404.06654) by name, samples of them at a length, and their score.
 
-Eleven of its thirteen; qa_1 and qa_2 read SQuAD and HotpotQA. Strings, counts and scores are RULER's; the modules of
-the tasks say what is not. The text of every sample is as long as fits, where versions of RULER before June 2025 fell
-short of the length by up to 500 words.
+Eleven of its thirteen; qa_1 and qa_2, which read SQuAD and HotpotQA, are made by `paragraphs`. Strings, counts and
+scores are RULER's; the modules of the tasks say what is not. The text of every sample is as long as fits, where
+versions of RULER before June 2025 fell short of the length by up to 500 words.
 """
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ class RulerTask(Protocol):
     def generated(self) -> int:
         """Tokens of an answer, which a length includes."""
 
-    def draft(self, chance: random.Random, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
-        """A question that `chance` decides, for texts of `length` tokens, which are still to be filled.
+    def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
+        """Question `number`, always the same one, for texts of `length` tokens, which are still to be filled.
 
         essay: the text to hide something in, of tasks that do; count_tokens: of a text, for a model's tokenizer.
         """
@@ -55,19 +54,22 @@ class Sample:
     answers: tuple[str, ...]
     depth: float | None
     """Where the first needle that is asked for stands, from 0, the prompt's first character, to 1; None without one."""
+    one_is_enough: bool = False
+    """See `Draft`."""
 
 
-def make_sample(task: RulerTask, essay: Essay, count_tokens: Callable[[str], int], length: int, seed: int) -> Sample:
+def make_sample(task: RulerTask, essay: Essay, count_tokens: Callable[[str], int], length: int, number: int) -> Sample:
     """The sample with the longest text for which the prompt and `task.generated` tokens are at most `length` tokens.
 
     Raises:
       ValueError: not even the shortest text fits.
     """
-    draft = task.draft(random.Random(seed), essay, count_tokens, length)
+    draft = task.draft(number, essay, count_tokens, length)
     text = draft.prompt(most_units(draft, count_tokens, length - task.generated))
     if count_tokens(text) + task.generated > length:
         raise ValueError(f"length is {length:,} tokens, too few for a question and {task.generated} of an answer")
-    return Sample(text, draft.answers, None if draft.mark is None else text.index(draft.mark) / len(text))
+    depth = None if draft.mark is None else text.index(draft.mark) / len(text)
+    return Sample(text, draft.answers, depth, draft.one_is_enough)
 
 
 def most_units(draft: Draft, count_tokens: Callable[[str], int], room: int) -> int:
@@ -85,7 +87,9 @@ def most_units(draft: Draft, count_tokens: Callable[[str], int], room: int) -> i
     return low
 
 
-def score(answers: tuple[str, ...], prediction: str) -> float:
-    """RULER's string_match_all: the share of the answers that stand in the prediction, whatever the case."""
+def score(answers: tuple[str, ...], prediction: str, one_is_enough: bool = False) -> float:
+    """RULER's string_match_all: the share of the answers that stand in the prediction, whatever the case; or its
+    string_match_part, whether one of them does."""
     said = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).lower()
-    return sum(answer.lower() in said for answer in answers) / len(answers)
+    stand = [answer.lower() in said for answer in answers]
+    return float(any(stand)) if one_is_enough else sum(stand) / len(stand)
