@@ -83,8 +83,10 @@ def test_buckets_double():
 
 
 def test_rows_follow_each_other_and_are_cut_to_windows():
-    rows = positions.long_rows(np.arange(1000), 100, WINDOW)
+    stream = np.arange(1000)
+    rows = positions.long_rows(stream, 100, WINDOW)
     assert rows.shape == (4, 97)  # 6 windows and the target of the last token
+    assert np.shares_memory(rows, stream)  # a text of millions of tokens is there once
     np.testing.assert_array_equal(rows[1], np.arange(96, 193))
     assert positions.long_rows(np.arange(200), 96, WINDOW).shape[0] == 2
 
@@ -114,6 +116,10 @@ def test_what_is_written_and_returned(tmp_path):
         assert row["tokens"] == 2 * (row["last"] - row["first"] + 1)
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2), rel=1e-2)
         assert row["gain"] == pytest.approx(row["fresh_bits_per_byte"] - row["bits_per_byte"])
+    rows = positions.long_rows(positions.read_stream(run, text), 1200, WINDOW)
+    nats = positions.LongReader(run.graphdef, closed=True).loss_by_position(run.params, rows, WINDOW, fresh=False)
+    means = [nats[row["first"] : row["last"] + 1].sum() / row["tokens"] for row in result["positions"]]
+    np.testing.assert_allclose([row["loss"] for row in result["positions"]], means, rtol=1e-6)
     saved = json.loads((run.folder / "positions.json").read_text())
     assert saved["buckets"] == result["positions"] and saved["step"] == 7
     assert len((run.folder / "positions.csv").read_text().splitlines()) == 4

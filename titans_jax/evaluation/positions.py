@@ -5,7 +5,7 @@ carried on from window to window and once, for comparison, with an empty state a
 the state is worth at that length: the memories, and the caches of attention in blocks that have any.
 
 The state has one size at any length, but for the cache of an "attention" block, which has room for the whole row; one
-compiled function reads all windows.
+compiled function reads all windows, and of what was measured only sums over buckets are kept.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from rich.console import Console
+from rich.progress import track
 
 from titans_jax import data
 from titans_jax.evaluation.documents import read_documents
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 FIRST_BUCKET = 512
 """Tokens of the first bucket; each further one ends at twice the position of the one before."""
 MOST_ROWS = 4
+STRETCH = 65536
+"""Tokens whose text is in memory at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +72,18 @@ def positions(run: "Run", options: EvaluationOptions) -> Numbers:
     rows = long_rows(read_stream(run, options.text), options.length, window)
     closed = window % granularity(run.config.model) == 0
     reader, states = LongReader(run.graphdef, closed=closed), (True,) if options.memory == "fresh" else (False, True)
-    nats = [reader.loss_by_position(run.params, rows, window, fresh=fresh) for fresh in states]
-    buckets = [
-        _bucket(first, last, [loss[first : last + 1].sum() for loss in nats], rows, run.tokenizer)
-        for first, last in bucket_ends(rows.shape[1] - 1)
-    ]
+    places = list(bucket_ends(rows.shape[1] - 1))
+    nats = np.zeros((len(states), len(places)))
+    windows = (
+        (number, start, loss)
+        for number, fresh in enumerate(states)
+        for start, loss in enumerate(reader.losses(run.params, rows, window, fresh=fresh))
+    )
+    count, console = len(states) * (rows.shape[1] // window), Console(stderr=True)
+    for number, start, loss in track(windows, "positions", count, console=console, transient=True):
+        bucket = np.searchsorted([last for _, last in places], start * window + np.arange(window))
+        nats[number] += np.bincount(bucket, loss, len(places))
+    buckets = [_bucket(*place, list(nats[:, i]), rows, run.tokenizer) for i, place in enumerate(places)]
     name = "positions" if options.memory == "on" else f"positions_{options.memory}"
     save_csv(buckets, run.folder / f"{name}.csv")
     save_json({"step": run.step, "rows": len(rows), "window": window, "buckets": buckets}, run.folder / f"{name}.json")
@@ -92,9 +103,9 @@ def read_stream(run: "Run", file: Path | None) -> np.ndarray:
 
 
 def long_rows(stream: np.ndarray, length: int, window: int) -> np.ndarray:
-    """The first rows of a stream, each with the token that follows it: int32 [rows, length + 1], rows 1 to 4.
+    """The first rows of a stream, each with the token that follows it: int [rows, length + 1], rows 1 to 4.
 
-    length is cut down to whole windows.
+    length is cut down to whole windows. A view of the stream.
 
     Raises:
       EvaluationError: a row is shorter than a window, or the stream shorter than a row.
@@ -108,8 +119,7 @@ def long_rows(stream: np.ndarray, length: int, window: int) -> np.ndarray:
         shorter = f"use length {fits} or a longer text" if fits else "give a longer text"
         raise EvaluationError(f"the text holds {available:,} tokens to predict and length is {length:,}; {shorter}")
     rows = min(MOST_ROWS, available // length)
-    starts = np.arange(rows)[:, None] * length
-    return stream[starts + np.arange(length + 1)].astype(np.int32)
+    return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[: rows * length : length]
 
 
 class LongReader:
@@ -132,13 +142,16 @@ class LongReader:
 
         fresh: begin every window with an empty state, else carry it from window to window.
         """
-        state, losses = self._empty(params, len(rows), rows.shape[1] - 1), []
+        return np.concatenate(list(self.losses(params, rows, window, fresh=fresh)))
+
+    def losses(self, params: Any, rows: np.ndarray, window: int, *, fresh: bool) -> Iterator[np.ndarray]:
+        """The same for each window, float64 [window]."""
+        state = self._empty(params, len(rows), rows.shape[1] - 1)
         for start in range(0, rows.shape[1] - 1, window):
-            piece = rows[:, start : start + window + 1]
+            piece = rows[:, start : start + window + 1].astype(np.int32)
             nats, after = self._read(params, state, piece[:, :-1], piece[:, 1:])
-            losses.append(np.asarray(nats, np.float64))
+            yield np.asarray(nats, np.float64)
             state = state if fresh else after
-        return np.concatenate(losses)
 
 
 def bucket_ends(length: int, end: int = FIRST_BUCKET) -> Iterator[tuple[int, int]]:
@@ -152,7 +165,8 @@ def bucket_ends(length: int, end: int = FIRST_BUCKET) -> Iterator[tuple[int, int
 def _bucket(first: int, last: int, nats: list[float], rows: np.ndarray, tokenizer: data.Tokenizer) -> Bucket:
     """nats: the losses summed over the bucket, with the state carried on and with empty ones, or with these alone."""
     targets = rows[:, first + 1 : last + 2]
-    text = count_bytes(targets, tokenizer) or math.nan
+    stretches = (targets[:, start : start + STRETCH] for start in range(0, targets.shape[1], STRETCH))
+    text = sum(count_bytes(stretch, tokenizer) for stretch in stretches) or math.nan
     bits, fresh = (float(x) / text / math.log(2) for x in (nats[0], nats[-1]))
     return Bucket(first, last, targets.size, float(nats[0]) / targets.size, bits, fresh, fresh - bits)
 
