@@ -61,10 +61,28 @@ EVALUATORS: Registry[Evaluator] = Registry("evaluator")
 register_evaluator: Callable[..., Callable[[Evaluator], Evaluator]] = EVALUATORS.register
 
 
+def check_one_process() -> None:
+    """Refuse an evaluation that several processes would each make alone.
+
+    Raises:
+      EvaluationError: jax.distributed has joined this process with others.
+    """
+    if (count := jax.process_count()) > 1:
+        raise EvaluationError(
+            f"there are {count} processes; evaluate in one alone, which has not called jax.distributed.initialize: its "
+            "own devices share the rows"
+        )
+
+
 @contextlib.contextmanager
 def on_all_devices(run: Run) -> Iterator[Run]:
     """The run with its parameters on every device of this process, and, inside the `with` block, rows of batches shared
-    out over them; the run as it is where there is one device."""
+    out over them; the run as it is where there is one device.
+
+    Raises:
+      EvaluationError: there are several processes.
+    """
+    check_one_process()
     if jax.device_count() == 1:
         yield run
         return

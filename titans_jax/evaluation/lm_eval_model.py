@@ -19,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.console import Console
 from rich.progress import track
 
+from titans_jax.evaluation.evaluators import check_one_process
 from titans_jax.evaluation.scoring import Request, Scorer
 from titans_jax.inference import Generator, NotFiniteLogits, Sampling
 from titans_jax.inference.generate import CAUSE
@@ -38,10 +39,14 @@ class TitansLM(TemplateLM):
       max_gen_toks: tokens of a continuation, where a task does not say.
 
     Other arguments of the harness (batch_size, device, ..) mean nothing here.
+
+    Raises:
+      EvaluationError: there are several processes, as the harness would have each of them answer every request.
     """
 
     def __init__(self, run: Run | str, window: int | None = None, max_gen_toks: int = 256, **_: Any) -> None:
         super().__init__()
+        check_one_process()
         self.run = run if isinstance(run, Run) else load_run(run)
         self.window = None if window is None else int(window)
         self._max_tokens = int(max_gen_toks)
