@@ -12,8 +12,8 @@ from titans_jax.evaluation import scoring
 from titans_jax.evaluation.scoring import Score, Scorer
 from titans_jax.models import LanguageModel
 
-LENGTHS = [(1, 5), (9, 1), (40, 30), (3, 0), (1, 90)]
-SHARED = [(30, 3), (30, 25), (41, 2), (41, 9), (41, 1)]
+LENGTHS = [(1, 5), (9, 1), (40, 30), (3, 0), (1, 90), (20, 4), (20, 6)]
+SHARED = [(30, 3), (30, 25), (30, 7), (41, 2), (41, 9), (41, 1)]
 
 
 def make_requests(lengths=(*LENGTHS, *SHARED), seed=0):
@@ -59,9 +59,10 @@ def test_scores_are_the_model_s_own_and_one_window_of_tokens_is_compiled(tmp_pat
         assert found[number].greedy == greedy and found[number].finite
     assert found[3] == Score(0, True, True)  # no tokens
     assert traced == [(4, 16)]
-    # Of 4 rows of 6 to 90 tokens 6 windows, of one of 3 tokens 1; the contexts of 30 and 41 tokens share 1 of theirs,
-    # and their 5 continuations, four at a time, are read in 3 and 1 more.
-    assert len(read) == 6 + 1 + 1 + 3 + 1
+    # Of 4 rows of 24 to 91 tokens 6 windows, of three of 3 to 10 tokens 1; those of a context of 20 tokens are among
+    # them, of which one window in all would be saved. The contexts of 30 and 41 tokens share 1 of theirs, and their 6
+    # continuations, four at a time, are read in 3 and 2 more.
+    assert len(read) == 6 + 1 + 1 + 3 + 2
 
 
 def test_windows_are_whole_chunks_and_segments_and_rows_those_that_memory_holds(tmp_path, monkeypatch):

@@ -34,6 +34,8 @@ STATE_BYTES = 1 << 31
 UNEVEN = 100_000
 """Tokens of padding in a batch from which on fewer rows are read at a time."""
 FEW = 8
+SAVED = 2
+"""Windows that must be saved for a context to be read once: its continuations find fewer of like length beside them."""
 
 
 class Score(NamedTuple):
@@ -74,7 +76,8 @@ class Scorer:
         for number, (context, _) in enumerate(requests):
             contexts.setdefault(np.asarray(context, np.int32).tobytes(), []).append(number)
         length = lambda number: sum(map(len, requests[number]))  # noqa: E731
-        begun = [numbers for numbers in contexts.values() if len(numbers) > 1 and self._begins(requests[numbers[0]])]
+        saved = lambda numbers: (len(numbers) - 1) * self._begins(requests[numbers[0]]) // self.window  # noqa: E731
+        begun = [numbers for numbers in contexts.values() if saved(numbers) >= SAVED]
         alone = {number for numbers in contexts.values() for number in numbers} - {n for ns in begun for n in ns}
         for batch, rows in self._batches(sorted(alone, key=length, reverse=True), length):
             yield from self._continue(requests, batch, 0, rows, self._empty(rows, length(batch[0])))
