@@ -129,7 +129,7 @@ def measure(run: Run, options: EvaluationOptions, names: list[str], called: str)
         if model.empty:
             left_out.append(f"{name}: {model.empty:,} answers have no text; none of them counts as the likeliest")
         _write(run, options, rows, left_out, files)
-    for sentence in left_out:
+    for sentence in left_out if rows else left_out[1:]:
         say(sentence)
     if not rows:
         raise EvaluationError(left_out[0])

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from titans_jax.config import registered
 from titans_jax.data import sets
 from titans_jax.evaluation import harness
-from titans_jax.evaluation.evaluators import EVALUATORS, EvaluationOptions, Evaluator, Numbers, on_all_devices
+from titans_jax.evaluation.evaluators import (
+    EVALUATORS,
+    EvaluationError,
+    EvaluationOptions,
+    Evaluator,
+    Numbers,
+    on_all_devices,
+)
 
 if TYPE_CHECKING:
     from titans_jax.training import Run
@@ -50,11 +57,19 @@ def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOp
     """The results of all evaluators, with the task in front of their names where there are several.
 
     Each is appended to `evaluations.jsonl` before the next begins. Runs on all devices of this process.
+
+    Raises:
+      EvaluationError: a task cannot be measured; says where the results of those before it are.
     """
     numbers: Numbers = {}
     with on_all_devices(run) as spread:
         for task, evaluator in evaluators.items():
-            found = measure_one(spread, task, evaluator, options)
+            try:
+                found = measure_one(spread, task, evaluator, options)
+            except EvaluationError as error:
+                done = list(evaluators)[: list(evaluators).index(task)]
+                kept = f"; the results of {', '.join(done)} are in {run.folder / HISTORY}" if done else ""
+                raise EvaluationError(f"{error}{kept}") from error
             prefix = f"{task}/" if len(evaluators) > 1 else ""
             numbers |= {prefix + name: value for name, value in found.items()}
     return numbers
