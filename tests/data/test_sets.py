@@ -124,7 +124,8 @@ def test_the_list_says_what_is_there(tmp_path, capsys):
     assert all("http" in line or "tensorflow_datasets" in line for line in lines.values())
     assert cli.main(["evaluate", "--list", "--data", str(tmp_path)]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert lines["piqa"].endswith(f"All in {tmp_path}.") and lines["boolq"].endswith(f"Not in {tmp_path}: boolq.")
+    assert lines["piqa"].endswith(f"All in {tmp_path}.")
+    assert lines["boolq"].endswith(f"Not in {tmp_path}: boolq (titans data fetch boolq).")
 
 
 def test_a_set_of_tensorflow_datasets_is_built_and_written_as_records(tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ def list_evaluators(folder: Path) -> None:
     for name, evaluator in EVALUATORS.items():
         what = " ".join((evaluator.__doc__ or "").split("\n\n")[0].split())
         missing = [each for each in sets_of(name) if find_file(folder, SETS[each].file) is None]
-        there = f" Not in {folder}: {', '.join(missing)}." if missing else f" All in {folder}." if sets_of(name) else ""
+        fetched = f" Not in {folder}: {', '.join(missing)} (titans data fetch {' '.join(missing)})."
+        there = fetched if missing else f" All in {folder}." if sets_of(name) else ""
         print(f"{name:16} {what}{there}")
 
 
