@@ -155,7 +155,7 @@ class PrepareOptions(Config):
     output: str = ""
     """Where to: a new folder, at any address that etils.epath knows; one that was begun is gone on with."""
     workers: int | None = None
-    """Processes that tokenize; None is one per core."""
+    """Processes that tokenize; None is one per core that this one may use."""
     shard_bytes: int = 1 << 26
     """Characters of text in one file; what a stop costs, and some 10 times as much memory a process."""
 

@@ -90,7 +90,7 @@ def prepare(
     Args:
       folder: a new or empty one, or one that the same configuration was being prepared in.
       align: as in `pack`.
-      workers: processes; None is one per core, 1 none but this one.
+      workers: processes; None is one per core that this one may use, 1 none but this one.
       shard_bytes: characters of text in a shard, at least 1.
       say: told, in one line, how far it has come, where the error stream is no terminal.
 
@@ -100,6 +100,8 @@ def prepare(
     Raises:
       DataError: the folder holds something else, the data cannot be read, or a split has no text.
     """
+    from titans_jax.sharding import cores  # needs jax, which the processes that are started here do without
+
     if config.source == "tokens":
         raise DataError("data.source='tokens' is prepared already: use the source that has the text")
     tokenizer, target = load_tokenizer(config.tokenizer), as_path(folder)
@@ -112,7 +114,7 @@ def prepare(
     }
     documents = {split: open_documents(config, split) for split in ("train", "validation")}
     _begin(target, folder, settings)
-    workers = workers or os.cpu_count() or 1
+    workers = workers or cores()
     made: dict[str, list[Shard]] = {"train": [], "validation": []}
     with _Pool(workers, (os.fspath(target), config.tokenizer, settings)) as pool, _progress(documents, say) as told:
         waiting: deque[tuple[Split, Future[Shard]]] = deque()
