@@ -91,6 +91,7 @@ def test_every_field_is_documented():
         ("data", {"seed": -1}, "data.seed is -1; use 0 to 4294967295"),
         ("training", {"seed": 1 << 64}, "training.seed is 18446744073709551616; use 0 to 4294967295"),
         ("training", {"steps": 0}, "training.steps is 0; use at least 1"),
+        ("training", {"z_loss": -1e-4}, "training.z_loss is -0.0001; use at least 0"),
         ("mesh", {"fsdp": 0}, "mesh.fsdp is 0; use at least 1, or -1 for the rest"),
         ("mesh", {"fsdp": -1}, "mesh has several axes set to -1"),
     ],

@@ -160,7 +160,8 @@ def test_training_begins_with_the_weights_of_another_run(file, tmp_path, capsys,
         return [line for line in read_metrics(tmp_path / name) if line["kind"] == "train"]
 
     first = metrics_of("first")
-    second = metrics_of("second", init_from=str(tmp_path / "first"))
+    second = metrics_of("second", init_from=str(tmp_path / "first"), z_loss=1e-3)
+    assert "z_loss" not in first[0] and all(line["z_loss"] > 0 for line in second)
     assert second[0]["loss"] < first[0]["loss"] and second[0]["loss"] == pytest.approx(first[1]["loss"], abs=0.3)
     third = load_run(tmp_path / "first")
     config = tiny_config(init_from=str(tmp_path / "first"))

@@ -36,10 +36,10 @@ def batch(rows: int = 4, time: int = 6) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens)}
 
 
-def state_and_step(optimizer, accumulation=1):
+def state_and_step(optimizer, accumulation=1, **options):
     graphdef, params = nnx.split(Bigram())
-    params = nnx.to_pure_dict(params)
-    return {"params": params, "optimizer": optimizer.init(params)}, make_train_step(graphdef, optimizer, accumulation)
+    state = {"params": nnx.to_pure_dict(params), "optimizer": optimizer.init(nnx.to_pure_dict(params))}
+    return state, make_train_step(graphdef, optimizer, accumulation, **options)
 
 
 def loss_and_gradient(table: np.ndarray, batch: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
@@ -64,10 +64,29 @@ def test_step_is_gradient_descent_on_the_mean_over_targets(accumulation):
     np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient), rtol=1e-5)
     np.testing.assert_allclose(state["params"]["table"], before - 0.5 * gradient, rtol=1e-5, atol=1e-6)
     assert float(metrics["tokens"]) == (batch()["targets"] >= 0).sum() == 10
+    assert set(metrics) == {"loss", "grad_norm", "tokens"}
 
 
-def test_a_batch_of_padding_changes_nothing():
-    state, step = state_and_step(optax.sgd(0.5))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_z_loss_is_trained_on_and_reported_beside_the_loss(accumulation):
+    """d log(Z)^2 / d logits is 2 log(Z) softmax."""
+    weight = 0.3
+    state, step = state_and_step(optax.sgd(0.5), accumulation, z_loss=weight)
+    before = np.asarray(state["params"]["table"])
+    loss, gradient = loss_and_gradient(before, batch())
+    partition = np.exp(before.astype(np.float64)).sum(axis=1)
+    read = np.bincount(batch()["tokens"][batch()["targets"] >= 0], minlength=VOCAB) / 10
+    beside = weight * np.sum(read * np.log(partition) ** 2)
+    gradient += weight * (read * 2 * np.log(partition) / partition)[:, None] * np.exp(before)
+    state, metrics = step(state, batch())
+    np.testing.assert_allclose([metrics["loss"], metrics["z_loss"]], [loss, beside], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient), rtol=1e-5)
+    np.testing.assert_allclose(state["params"]["table"], before - 0.5 * gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}], ids=["plain", "z_loss"])
+def test_a_batch_of_padding_changes_nothing(options):
+    state, step = state_and_step(optax.sgd(0.5), **options)
     before = np.asarray(state["params"]["table"])
     state, metrics = step(state, batch() | {"targets": np.full((4, 6), -1, np.int32)})
     assert [float(metrics[name]) for name in ("loss", "grad_norm", "tokens")] == [0, 0, 0]

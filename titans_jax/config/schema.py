@@ -214,6 +214,9 @@ class TrainingConfig:
     """Initial parameters and sampled text."""
     gradient_accumulation: int = 1
     """Microbatches a batch is cut into; changes memory use, not the result beyond rounding."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log partition function of the predicted targets, added to the loss that is trained on
+    and to nothing that is measured; 1e-4 keeps logits from drifting (PaLM)."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
     evaluate_every: int = 200

@@ -95,7 +95,8 @@ _AT_LEAST_ONE = (
     "training.checkpoint_every training.checkpoints_kept"
 ).split()
 _AT_LEAST_ZERO = (
-    "model.num_persistent model.document_slack optimizer.warmup_steps optimizer.weight_decay training.sample_tokens"
+    "model.num_persistent model.document_slack optimizer.warmup_steps optimizer.weight_decay training.sample_tokens "
+    "training.z_loss"
 ).split()
 _ABOVE_ZERO = (
     "model.rope_theta model.norm_eps model.memory.max_step_size optimizer.learning_rate optimizer.clip_norm "

@@ -34,3 +34,11 @@ def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array,
     predicted = targets >= 0
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     return jnp.sum(nats, where=predicted), jnp.sum(predicted, dtype=nats.dtype)
+
+
+def squared_log_partition_sum(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Summed square of log sum exp(logits) where targets are 0 or more: the z-loss of PaLM (arXiv 2204.02311, 5).
+
+    logits: [..., classes], targets: int32 [...].
+    """
+    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2, where=targets >= 0)

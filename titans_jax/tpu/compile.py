@@ -170,7 +170,8 @@ def compile_step(config: Config, topology: Topology) -> Report:
     started = time.perf_counter()
     with sharding.use_mesh(mesh):
         graphdef, state = abstract_state(config, mesh)
-        step = make_train_step(graphdef, optimizer_of(config), config.training.gradient_accumulation)
+        training = config.training
+        step = make_train_step(graphdef, optimizer_of(config), training.gradient_accumulation, z_loss=training.z_loss)
         traced = step.trace(state, abstract_batch(config, mesh))
         lowered = traced.lower()
         try:

@@ -48,7 +48,8 @@ def dry_run(config: Config) -> None:
             print(f"devices           {sharding.machine()}; their time and memory: titans compile")
             return
         state = {"params": params, "optimizer": optimizer.init(params)}
-        step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation)
+        training = config.training
+        step = make_train_step(graphdef, optimizer, training.gradient_accumulation, z_loss=training.z_loss)
         batch = next(batches)
         memory = step.lower(state, batch).compile().memory_analysis()
         taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes

@@ -179,7 +179,9 @@ class Trainer:
             self.state = jax.tree.map(self._on_mesh, self.state)
         if (ema := config.optimizer.ema) is not None:
             self.state["ema"] = jax.tree.map(jnp.copy, self.state["params"])
-        self.train_step = make_train_step(graphdef, optimizer, config.training.gradient_accumulation, ema)
+        self.train_step = make_train_step(
+            graphdef, optimizer, config.training.gradient_accumulation, ema, config.training.z_loss
+        )
         self.evaluation_step = make_evaluation_step(graphdef)
         self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None
         self.diagnostics: dict[str, np.ndarray] = {}  # the latest

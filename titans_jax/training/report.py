@@ -75,7 +75,8 @@ class Report:
         self._task = self._bar.add_task("", total=run.steps, completed=run.start, text="compiling")
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Take the metrics of a step that was just started: {"loss", "grad_norm", "tokens"}, scalars.
+        """Take the metrics of a step that was just started: {"loss", "grad_norm", "tokens"}, scalars, and
+        "z_loss" where there is one.
 
         Raises:
           TrainingStopped: the loss or the gradient norm of the step before it was not finite.
@@ -112,7 +113,7 @@ class Report:
             line = {
                 "loss": metrics["loss"],
                 "bits_per_byte": bits_per_byte,
-                "grad_norm": metrics["grad_norm"],
+                **{name: metrics[name] for name in ("z_loss", "grad_norm") if name in metrics},
                 "learning_rate": float(self._run.learning_rate(step - 1)),
                 "tokens": metrics["tokens"],
                 "goodput": self._goodput.share(),

@@ -14,25 +14,42 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from titans_jax.models.loss import Batch, loss_sum
+from titans_jax.models.loss import Batch, cross_entropy_sum, loss_sum, squared_log_partition_sum
 
 State = dict[str, Any]
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, accumulation: int, ema: float | None = None
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    accumulation: int,
+    ema: float | None = None,
+    z_loss: float = 0.0,
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """The compiled step: (state, batch) -> (state, {"loss", "grad_norm", "tokens"}), the metrics float32 scalars.
 
     The loss is the mean cross entropy in nats over predicted targets. The batch is cut into `accumulation`
     microbatches whose losses are summed and divided once, so padding weighs the same however the batch is cut. A
     step whose loss or gradient norm is not finite changes nothing. `ema`: the decay of the average, where the state has
-    one. `state` is donated.
+    one. `z_loss`: weight of the mean squared log partition function over predicted targets, which is trained on beside
+    the loss and is the metric "z_loss", weight included, where it is not 0; for heads whose loss is the cross entropy
+    of their logits. `state` is donated.
     """
-    return jax.jit(
-        functools.partial(_train_step, graphdef=graphdef, optimizer=optimizer, accumulation=accumulation, ema=ema),
-        donate_argnums=0,
-    )
+    fixed = {"graphdef": graphdef, "optimizer": optimizer, "accumulation": accumulation, "ema": ema, "z_loss": z_loss}
+    return jax.jit(functools.partial(_train_step, **fixed), donate_argnums=0)
+
+
+def _losses(
+    params: Any, batch: Batch, *, graphdef: nnx.GraphDef, z_loss: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What is trained on, and its parts as metrics, with how many targets there are: sums over them."""
+    if not z_loss:
+        loss, tokens = loss_sum(graphdef, params, batch)
+        return loss, {"loss": loss, "tokens": tokens}
+    logits, targets = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"]), batch["targets"]
+    loss, tokens = cross_entropy_sum(logits, targets)
+    beside = z_loss * squared_log_partition_sum(logits, targets)
+    return loss + beside, {"loss": loss, "tokens": tokens, "z_loss": beside}
 
 
 def _train_step(
@@ -43,28 +60,31 @@ def _train_step(
     optimizer: optax.GradientTransformation,
     accumulation: int,
     ema: float | None,
+    z_loss: float,
 ) -> tuple[State, dict[str, jax.Array]]:
     params = state["params"]
-    grad_fn = jax.value_and_grad(functools.partial(loss_sum, graphdef), has_aux=True)
+    grad_fn = jax.grad(functools.partial(_losses, graphdef=graphdef, z_loss=z_loss), has_aux=True)
 
-    def microbatch(carry: tuple[jax.Array, jax.Array, Any], batch: Batch) -> tuple[Any, None]:
-        (loss, tokens), grads = grad_fn(params, batch)
-        return jax.tree.map(jnp.add, carry, (loss, tokens, grads)), None
+    def microbatch(carry: tuple[dict[str, jax.Array], Any], batch: Batch) -> tuple[Any, None]:
+        grads, sums = grad_fn(params, batch)
+        return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
     # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own rows when the batch is sharded.
     batch = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
-    # The loss and its count are of the parameters' dtype; to ask for it would trace the model once more.
+    # The losses and their count are of the parameters' dtype; to ask for it would trace the model once more.
     zero = jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
-    (loss, tokens, grads), _ = jax.lax.scan(microbatch, (zero, zero, jax.tree.map(jnp.zeros_like, params)), batch)
+    sums = dict.fromkeys(("loss", "tokens", "z_loss") if z_loss else ("loss", "tokens"), zero)
+    (sums, grads), _ = jax.lax.scan(microbatch, (sums, jax.tree.map(jnp.zeros_like, params)), batch)
+    tokens = sums.pop("tokens")
     predicted = jnp.maximum(tokens, 1.0)  # a batch of padding only has loss 0 and gradient 0
-    loss, grads = loss / predicted, jax.tree.map(lambda g: g / predicted, grads)
+    means, grads = jax.tree.map(lambda x: x / predicted, (sums, grads))
 
     grad_norm = optax.tree.norm(grads)
     with jax.numpy_dtype_promotion("standard"):  # optax raises floats to integer counts
         updates, optimizer_state = optimizer.update(grads, state["optimizer"], params)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
     new = {"params": optax.apply_updates(params, updates), "optimizer": optimizer_state}
     if ema is not None:
         new["ema"] = optax.incremental_update(new["params"], state["ema"], 1 - ema)
     state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-    return state, {"loss": loss, "grad_norm": grad_norm, "tokens": tokens}
+    return state, means | {"grad_norm": grad_norm, "tokens": tokens}
