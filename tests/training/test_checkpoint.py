@@ -15,7 +15,15 @@ import titans_jax
 from tests.training.tiny import assert_every_file_has_a_checksum, tiny_config
 from titans_jax.config import ConfigError, to_dict
 from titans_jax.training import load_run
-from titans_jax.training.checkpoint import FORMAT, CheckpointError, Checkpoints, NotFinite, _cause, abstract_like
+from titans_jax.training.checkpoint import (
+    COMMITTED,
+    FORMAT,
+    CheckpointError,
+    Checkpoints,
+    NotFinite,
+    _cause,
+    abstract_like,
+)
 from titans_jax.training.checksums import NAME
 from titans_jax.training.loop import check_folder
 from titans_jax.training.optimizer import make_optimizer
@@ -61,6 +69,26 @@ def change_run(run_dir: Path, step: int, change) -> None:
     run = json.loads(file.read_text())
     change(run)
     file.write_text(json.dumps(run))
+
+
+def test_a_last_file_makes_a_checkpoint_where_folders_cannot_be_renamed(tmp_path):
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, kept=3, commit="file") as checkpoints:
+        for step in (4, 8, 12):
+            checkpoints.save(step, STATE, CONFIG, **BESIDE)
+    assert_every_file_has_a_checksum(folder / "12")
+    assert restore(tmp_path) == (12, [])
+    # A save that was ended before its last file, and one that was ended before that.
+    (folder / "12" / COMMITTED).unlink()
+    (folder / "8" / COMMITTED).unlink()
+    shutil.rmtree(folder / "8" / "run")
+    with Checkpoints(folder, kept=3, say=(said := []).append, commit="file") as checkpoints:
+        state, saved = checkpoints.restore(abstract_like(STATE))
+        checkpoints.save(8, STATE, CONFIG, **BESIDE)
+    assert saved.step == 4 and said == [
+        f"the checkpoint of step {step} was not finished; using the one of step 4" for step in (8, 12)
+    ]
+    assert restore(tmp_path) == (8, []) and not (folder / "12").exists()
 
 
 def test_what_is_beside_the_arrays(run_dir):

@@ -237,6 +237,9 @@ class TrainingConfig:
     """Steps between two checkpoints; one more always ends the run."""
     checkpoints_kept: int = 2
     """Latest checkpoints kept on disk."""
+    checkpoint_commit: Literal["rename", "file"] = "rename"
+    """What makes a checkpoint whole: its folder's final name, or a last file in it, for disks that rename no folder at
+    once, as Cloud Storage FUSE where the bucket has no hierarchical namespace."""
     logger: Literal["tensorboard", "wandb", "none"] = "tensorboard"
     """Where scalars go beside metrics.jsonl; `wandb` needs that package, and goes on with the run it began."""
     init_from: str | None = None

@@ -1,8 +1,8 @@
 """Checkpoints of a run: parameters, optimizer state, data position and configuration, written by Orbax.
 
-Orbax writes each step into a temporary folder and renames it when it is complete, so a checkpoint is whole or absent;
-older ones are removed only after that. This module adds what Orbax does not do (checksums, and that parameters are
-finite) and the words: what was skipped and why, what does not fit.
+Orbax writes each step into a temporary folder and renames it when it is complete, or writes it in place and a last file
+when it is, so a checkpoint is whole or absent; older ones are removed only after that. This module adds what Orbax does
+not do (checksums, and that parameters are finite) and the words: what was skipped and why, what does not fit.
 """
 
 import contextlib
@@ -30,6 +30,10 @@ FORMAT = 2
 """How what is beside the arrays is saved. 1, which is not written down: without format, version, text, checksums."""
 SECTIONS = ("model", "data", "optimizer", "training")
 """What every configuration has, in every format."""
+MODES = {"rename": ocp.options.AtomicityMode.ATOMIC_RENAME, "file": ocp.options.AtomicityMode.COMMIT_FILE}
+"""By `training.checkpoint_commit`."""
+COMMITTED = "commit_success.txt"
+"""Orbax' last file in a checkpoint."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors that space on the disk would solve."""
 
@@ -67,17 +71,21 @@ class Checkpoints:
 
     Args:
       kept: how many of the latest checkpoints stay on disk; None to read only.
+      commit: `training.checkpoint_commit`. To read only, it need not be known: what is not whole cannot be read.
       say: told, in one sentence, about every checkpoint that is skipped.
     """
 
-    def __init__(self, folder: Path, *, kept: int | None = None, say: Callable[[str], None] = print):
+    def __init__(
+        self, folder: Path, *, kept: int | None = None, say: Callable[[str], None] = print, commit: str = "rename"
+    ):
         self._folder, self._say = folder, say
         self._saved: int | None = None
-        unfinished = sorted(path.name.split(".")[0] for path in folder.glob("*.orbax-checkpoint-tmp*"))
-        self._unfinished = [int(step) for step in unfinished if step.isdigit()]
+        self._mode = MODES[commit]
+        self._unfinished = [step for step, _ in self._not_whole()]
         options = ocp.CheckpointManagerOptions(
             max_to_keep=kept,
             cleanup_tmp_directories=kept is not None,
+            atomicity_options=ocp.options.AtomicityOptions(mode=self._mode),
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_checksums),
         )
         items = ("params", "optimizer", "ema", "run")
@@ -145,10 +153,19 @@ class Checkpoints:
             ) from error
 
     def _write_checksums(self) -> None:
-        """Called by Orbax when a step's files are written, and its folder has its temporary name still."""
+        """Called by Orbax when a step's files are written, and its folder does not count as a checkpoint yet."""
         if jax.process_index() == 0:
-            for folder in self._folder.absolute().glob(f"{self._saved}.orbax-checkpoint-tmp*"):
-                write_checksums(folder)
+            for step, folder in self._not_whole():
+                if step == self._saved:
+                    write_checksums(folder)
+
+    def _not_whole(self) -> list[tuple[int, Path]]:
+        """Steps that are being written, or whose writing was ended before it was done, and their folders."""
+        if self._mode is MODES["rename"]:
+            folders = self._folder.absolute().glob("*.orbax-checkpoint-tmp*")
+        else:
+            folders = (each for each in self._folder.absolute().glob("*") if not (each / COMMITTED).exists())
+        return sorted((int(step), each) for each in folders if (step := each.name.split(".")[0]).isdigit())
 
     def steps(self, resume_from: int | None = None) -> list[int]:
         """Steps with a complete checkpoint, the latest first.

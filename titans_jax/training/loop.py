@@ -106,7 +106,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         with (
             contextlib.closing(batches),
             hold(run_dir, told) as lock,
-            Checkpoints(folder, kept=kept, say=told) as checkpoints,
+            Checkpoints(folder, kept=kept, say=told, commit=config.training.checkpoint_commit) as checkpoints,
             StopRequest() as stop,
         ):
             copy_tokenizer(config, run_dir)

@@ -36,6 +36,7 @@ RULES = (
         "silent",
         "about this start",
     ),
+    Rule(("training.checkpoint_commit",), "refused", "it tells which checkpoints are whole"),
     Rule(("optimizer.ema",), "refused", "checkpoints hold the average or do not"),
     Rule(("optimizer.", "training.", "extensions"), "said", "from the next step on"),
     Rule(("mesh.", "processes.", "profile."), "silent", "batches do not depend on them"),
