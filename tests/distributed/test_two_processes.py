@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.distributed.launch import finish, free_port, in_two, launch
-from tests.training.tiny import MODEL, assert_every_file_has_a_checksum
+from tests.training.tiny import MODEL, assert_every_file_has_a_checksum, tiny_config
+from titans_jax.data.prepare import prepare
 from titans_jax.training import load_run
 from titans_jax.training.metrics import read_metrics
 
@@ -80,6 +81,19 @@ def test_two_processes_train_as_one(pair, single):
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
     assert not list(run_dir.glob(".seen*")) and not (run_dir / "lock.json").exists()
     assert_every_file_has_a_checksum(run_dir / "checkpoints" / "12")
+
+
+def test_two_processes_train_on_prepared_rows_as_one_does(titans, tmp_path):
+    rows = tmp_path / "rows"
+    prepare(tiny_config(SMALL).data, str(rows), workers=1, shard_bytes=5000)
+    assert len(list(rows.glob("train-*.array_record"))) > 2
+    tokens = ["--data.source", "tokens", "--data.path", str(rows)]
+    with launch(*in_two(*titans(tmp_path / "pair", *tokens))) as processes:
+        ended = finish(processes)
+    with launch(titans(tmp_path / "single", *tokens), **TWO_DEVICES) as processes:
+        ended += finish(processes)
+    assert [code for code, *_ in ended] == [0, 0, 0], ended
+    np.testing.assert_allclose(losses(tmp_path / "pair"), losses(tmp_path / "single"), rtol=1e-6)
 
 
 SIGNALLED = """
