@@ -104,6 +104,13 @@ def test_what_cannot_work_is_refused_in_a_sentence(section, change, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_only_token_predictions_have_a_z_loss():
+    model = dataclasses.replace(Config().model, head="forecaster(horizon=96)")
+    config = Config(model=model, training=dataclasses.replace(Config().training, z_loss=1e-4))
+    with pytest.raises(ConfigError, match="z_loss is 0.0001; use 0, as model.head forecaster.* predicts no tokens"):
+        validate(config)
+
+
 def test_unknown_field_of_a_file_names_the_nearest():
     with pytest.raises(ConfigError, match="there is no field model.dimm; did you mean model.dim?"):
         from_dict({"model": {"dimm": 3}})

@@ -146,6 +146,9 @@ def _validate_batch(config: Config) -> None:
     rows, accumulation = config.data.batch_size, config.training.gradient_accumulation
     if rows % accumulation:
         raise ConfigError(f"data.batch_size is {rows}; use a multiple of training.gradient_accumulation {accumulation}")
+    head, z_loss = config.model.head, config.training.z_loss
+    if z_loss and head != "language_model":
+        raise ConfigError(f"training.z_loss is {z_loss}; use 0, as model.head {head} predicts no tokens")
 
 
 def _validate_processes(processes: ProcessesConfig) -> None:

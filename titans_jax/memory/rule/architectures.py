@@ -129,7 +129,7 @@ class ResidualMlp(Mlp):
         return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
 
     def start_variance(self, head_dim: int) -> float:
-        """Of a unit key, outputs of a matrix are normal with the mean square of its inputs as their variance."""
+        """What a matrix gives is normal, with the mean square of what it is given as its variance."""
         variance = 1 / head_dim
         nodes, weights = np.polynomial.hermite_e.hermegauss(64)
         for _ in range(self.depth - 1):

@@ -22,7 +22,7 @@ class MemoryRule:
     M_0||^2 in place of ||W||^2 (memory/README.md, Forgetting to the start).
     bound_slope: where the norm behind the last matrix is steeper than at a fresh memory, a token's gradient is taken
     min(1, v / v_0) times, v the variance of what the norm is given for its key, v_0 that at a fresh memory
-    (memory/README.md, The slope of the norm).
+    (memory/README.md, Gates).
     Raises ValueError for choices that exclude each other.
     """
 
