@@ -106,12 +106,16 @@ def test_a_text_that_is_too_short_is_refused_in_a_sentence(tokens, length, messa
 
 def test_what_is_written_and_returned(tmp_path):
     run = run_of(tmp_path / "run", "lmm", depth=1)
-    text = tmp_path / "long.txt"
-    text.write_text("abcdefgh" * 300)
+    text = tmp_path / "documents"
+    text.mkdir()
+    (text / "first.txt").write_text("abcdefgh" * 188)
+    (text / "second.txt").write_text("abcdefgh" * 112)
     options = EvaluationOptions(length=1200, text=text)
     result = positions.positions(run, options)
     assert (result["rows"], result["window"]) == (2, WINDOW)
     assert [(row["first"], row["last"]) for row in result["positions"]] == [(0, 511), (512, 1023), (1024, 1199)]
+    # The first document goes on for 304 tokens of the second row.
+    assert [row["documents"] for row in result["positions"]] == [2, 1, 1]
     for row in result["positions"]:
         assert row["tokens"] == 2 * (row["last"] - row["first"] + 1)
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2), rel=1e-2)
@@ -137,7 +141,7 @@ def test_evaluate_with_the_memory_on_off_and_fresh(tmp_path, capsys):
     file = tmp_path / "small.py"
     small_run = "tiny_config(dataclasses.replace(MODEL, pattern={!r}), steps=2, sample_tokens=0)"
     found = {}
-    for pattern in (("mac",), ("window",)):
+    for pattern in (("lmm",), ("window",)):
         config = small_run.format(pattern)
         file.write_text(f"import dataclasses\nfrom tests.training.tiny import MODEL, tiny_config\nconfig = {config}\n")
         folder = str(tmp_path / pattern[0])
@@ -152,9 +156,9 @@ def test_evaluate_with_the_memory_on_off_and_fresh(tmp_path, capsys):
             else:
                 assert code == 0
                 found[pattern, state] = json.loads(out)["loss"]
-    assert found[("mac",), "on"] == found[("mac",), "fresh"] != found[("mac",), "off"]
-    assert cli.main(["evaluate", str(tmp_path / "mac"), "positions", "--length", "640"]) == 0
+    assert found[("lmm",), "on"] == found[("lmm",), "fresh"] != found[("lmm",), "off"]
+    assert cli.main(["evaluate", str(tmp_path / "lmm"), "positions", "--length", "640"]) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["rows", "4"] in printed and ["0", "511", "2,048"] in [words[:3] for words in printed]
-    assert cli.main(["evaluate", str(tmp_path / "mac"), "positions", "--memory", "none"]) == 2
+    assert cli.main(["evaluate", str(tmp_path / "lmm"), "positions", "--memory", "none"]) == 2
     assert "memory is 'none'; use on, off or fresh" in capsys.readouterr().err

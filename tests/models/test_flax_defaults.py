@@ -9,7 +9,7 @@ COMING = {"NNX_GRAPH_MODE": "false", "NNX_GRAPH_UPDATES": "false"}
 SUBSET = """
 import sys
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "lmm or mac", *(
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "mac", *(
     "tests/models/" + name for name in (
         "test_language_model.py::test_logits_do_not_depend_on_later_tokens",
         "test_oracle_models.py",

@@ -99,6 +99,15 @@ def test_a_segment_of_mac_runs_its_kernels_at_most_twice_forward():
 
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
+def test_an_average_of_the_parameters_takes_as_much_as_they_do(lmm):
+    averaged = dataclasses.replace(LMM, optimizer=dataclasses.replace(LMM.optimizer, ema=0.99))
+    report = compile_step(averaged, find_topology("v5e:2x2"))
+    assert report.hbm["average of the parameters"] == report.hbm["parameters"] == lmm.hbm["parameters"]
+    assert lmm.hbm["average of the parameters"] == 0
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_only_gradients_cross_slices():
     report = compile_step(with_rows(TRANSFORMER, 8), find_topology("v6e:2x2", slices=2))
     assert report.mesh == {"slice": 2, "data": 1, "fsdp": 4, "tensor": 1}

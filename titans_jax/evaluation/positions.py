@@ -47,6 +47,8 @@ class Bucket:
     last: int
     tokens: int
     """Predicted targets, of all rows."""
+    documents: int
+    """Rows that are still in the document they began with when the bucket begins."""
     loss: float
     """Mean cross entropy in nats per token, with the state that is asked for."""
     bits_per_byte: float
@@ -83,7 +85,7 @@ def positions(run: "Run", options: EvaluationOptions) -> Numbers:
     for number, start, loss in track(windows, "positions", count, console=console, transient=True):
         bucket = np.searchsorted([last for _, last in places], start * window + np.arange(window))
         nats[number] += np.bincount(bucket, loss, len(places))
-    buckets = [_bucket(*place, list(nats[:, i]), rows, run.tokenizer) for i, place in enumerate(places)]
+    buckets = [_bucket(*place, nats[:, i], rows, run.tokenizer) for i, place in enumerate(places)]
     name = "positions" if options.memory == "on" else f"positions_{options.memory}"
     save_csv(buckets, run.folder / f"{name}.csv")
     save_json({"step": run.step, "rows": len(rows), "window": window, "buckets": buckets}, run.folder / f"{name}.json")
@@ -162,13 +164,15 @@ def bucket_ends(length: int, end: int = FIRST_BUCKET) -> Iterator[tuple[int, int
         first, end = end, 2 * end
 
 
-def _bucket(first: int, last: int, nats: list[float], rows: np.ndarray, tokenizer: data.Tokenizer) -> Bucket:
+def _bucket(first: int, last: int, nats: np.ndarray, rows: np.ndarray, tokenizer: data.Tokenizer) -> Bucket:
     """nats: the losses summed over the bucket, with the state carried on and with empty ones, or with these alone."""
     targets = rows[:, first + 1 : last + 2]
     stretches = (targets[:, start : start + STRETCH] for start in range(0, targets.shape[1], STRETCH))
     text = sum(count_bytes(stretch, tokenizer) for stretch in stretches) or math.nan
     bits, fresh = (float(x) / text / math.log(2) for x in (nats[0], nats[-1]))
-    return Bucket(first, last, targets.size, float(nats[0]) / targets.size, bits, fresh, fresh - bits)
+    # A row's first token may be the one in front of a document, as in training.
+    documents = int(np.sum(np.all(rows[:, 1 : first + 1] != tokenizer.eos_id, axis=1)))
+    return Bucket(first, last, targets.size, documents, float(nats[0]) / targets.size, bits, fresh, fresh - bits)
 
 
 def plot_positions(buckets: list[Bucket], window: int, file: Path) -> None:

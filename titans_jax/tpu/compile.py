@@ -171,7 +171,9 @@ def compile_step(config: Config, topology: Topology) -> Report:
     with sharding.use_mesh(mesh):
         graphdef, state = abstract_state(config, mesh)
         training = config.training
-        step = make_train_step(graphdef, optimizer_of(config), training.gradient_accumulation, z_loss=training.z_loss)
+        step = make_train_step(
+            graphdef, optimizer_of(config), training.gradient_accumulation, config.optimizer.ema, training.z_loss
+        )
         traced = step.trace(state, abstract_batch(config, mesh))
         lowered = traced.lower()
         try:
@@ -183,13 +185,14 @@ def compile_step(config: Config, topology: Topology) -> Report:
     program, memory = Program(compiled.as_text()), compiled.memory_analysis()
     kernels = kernel_cycles(program, traced.jaxpr.jaxpr, compile_started)
     data, devices = config.data, topology.generation.devices
-    parameters, optimizer = (_bytes(state[kind]) for kind in ("params", "optimizer"))
+    parameters, optimizer, average = (_bytes(state.get(kind)) for kind in ("params", "optimizer", "ema"))
     batch = _bytes(abstract_batch(config, mesh))
     hbm = {
         "parameters": parameters,
         "optimizer state": optimizer,
+        "average of the parameters": average,
         "batch": batch,
-        "padding of these": memory.argument_size_in_bytes - parameters - optimizer - batch,
+        "padding of these": memory.argument_size_in_bytes - parameters - optimizer - average - batch,
         "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
         "activations, gradients and other temporaries": memory.temp_size_in_bytes,
         "program": memory.generated_code_size_in_bytes,
@@ -259,7 +262,8 @@ def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> tuple[Any, dict[s
         return jax.tree.map(lambda x, param: placed(x, param.sharding.spec), x, params)
 
     state = jax.tree.map(place, jax.eval_shape(optimizer_of(config).init, params), is_leaf=like_params)
-    return graphdef, {"params": params, "optimizer": state}
+    average = {} if config.optimizer.ema is None else {"ema": params}
+    return graphdef, {"params": params, "optimizer": state, **average}
 
 
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:

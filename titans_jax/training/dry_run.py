@@ -4,6 +4,7 @@ import contextlib
 import time
 
 import jax
+import jax.numpy as jnp
 
 from titans_jax import data, sharding
 from titans_jax.config import Config, leaves
@@ -48,8 +49,10 @@ def dry_run(config: Config) -> None:
             print(f"devices           {sharding.machine()}; their time and memory: titans compile")
             return
         state = {"params": params, "optimizer": optimizer.init(params)}
+        if (ema := config.optimizer.ema) is not None:
+            state["ema"] = jax.tree.map(jnp.copy, params)
         training = config.training
-        step = make_train_step(graphdef, optimizer, training.gradient_accumulation, z_loss=training.z_loss)
+        step = make_train_step(graphdef, optimizer, training.gradient_accumulation, ema, training.z_loss)
         batch = next(batches)
         memory = step.lower(state, batch).compile().memory_analysis()
         taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes

@@ -1,4 +1,5 @@
-"""A rule that forgets to its learned start: retention acts on what has changed since, in every form."""
+"""A rule that forgets to its learned start: retention acts on what has changed since, in every form; and, as in models,
+takes smaller steps where its norm is steep."""
 
 import dataclasses
 import functools
@@ -19,7 +20,10 @@ RULES = {
     "yaad": presets.yaad(expansion=2, chunk_size=CHUNK),
     "memora": presets.memora(expansion=2, chunk_size=CHUNK),
 }
-RULES = {name: dataclasses.replace(rule, forget_to_start=True) for name, rule in RULES.items()}
+RULES = {
+    name: dataclasses.replace(rule, forget_to_start=True, bound_slope=rule.architecture.normalized)
+    for name, rule in RULES.items()
+}
 
 
 def draw(rule, forget=None):
