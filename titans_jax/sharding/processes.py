@@ -30,6 +30,8 @@ from titans_jax.errors import TitansError
 
 PATIENCE = 300
 """Seconds that a process waits for the others at the start."""
+SIGN_OF_LIFE = 100
+"""Seconds without a sign of life after which jax.distributed takes a process for dead."""
 
 
 class ProcessesError(TitansError, RuntimeError):
@@ -41,8 +43,7 @@ class ProcessesError(TitansError, RuntimeError):
 def start(config: ProcessesConfig) -> None:
     """Join the processes of this run, by the configuration or on a TPU slice of several hosts; alone, do nothing.
 
-    A process that dies ends the others: at once where a collective notices it, else after the 100 seconds that
-    jax.distributed waits for a sign of life.
+    A process that dies ends the others: at once where a collective notices it, else after `SIGN_OF_LIFE` seconds.
 
     Raises:
       ProcessesError: the coordinator's port is taken, nobody answers there within `PATIENCE` seconds, or the hosts of a
@@ -68,7 +69,13 @@ def start(config: ProcessesConfig) -> None:
     notice = threading.Timer(5, print, [waiting], {"file": sys.stderr, "flush": True})
     notice.daemon = True
     notice.start()
-    jax.distributed.initialize(config.coordinator, config.count, config.index, initialization_timeout=PATIENCE)
+    jax.distributed.initialize(
+        config.coordinator,
+        config.count,
+        config.index,
+        initialization_timeout=PATIENCE,
+        heartbeat_timeout_seconds=SIGN_OF_LIFE,
+    )
     notice.cancel()
 
 
