@@ -21,18 +21,29 @@ from pathlib import Path
 
 from common import STOPPED
 
+COMMITTED = "commit_success.txt"
+"""The last file of a checkpoint, where training.checkpoint_commit is "file"."""
+
+
+def training(run_dir: Path) -> dict:
+    """What the run's configuration says of training; nothing before it has one."""
+    config = run_dir / "config.json"
+    return json.loads(config.read_text())["training"] if config.is_file() else {}
+
 
 def latest_step(run_dir: Path) -> int:
     """Step of the latest complete checkpoint; 0 without one."""
     folder = run_dir / "checkpoints"
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return max((int(name) for name in names if name.isdigit()), default=0)
+    found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
+    if training(run_dir).get("checkpoint_commit") == "file":  # a folder of that name may be half of one
+        found = [path for path in found if (path / COMMITTED).exists()]
+    return max((int(path.name) for path in found), default=0)
 
 
 def finished(run_dir: Path) -> bool:
     """Whether the latest checkpoint is that of the last step."""
-    config = run_dir / "config.json"
-    return config.is_file() and latest_step(run_dir) >= json.loads(config.read_text())["training"]["steps"]
+    steps = training(run_dir).get("steps")
+    return steps is not None and latest_step(run_dir) >= steps
 
 
 def supervise(command: list[str], run_dir: Path) -> int:

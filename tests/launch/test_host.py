@@ -13,6 +13,7 @@ import pytest
 import supervise
 
 from tests.launch.launching import CHECKOUT
+from titans_jax.training.checkpoint import COMMITTED
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -201,6 +202,17 @@ def test_finished_is_a_checkpoint_of_the_last_step(tmp_path, steps, saved, finis
     for name in saved:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert supervise.finished(tmp_path) is finished
+
+
+def test_a_checkpoint_without_its_last_file_is_none(tmp_path):
+    config = {"training": {"steps": 100, "checkpoint_commit": "file"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("50", "100"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "50" / COMMITTED).touch()
+    assert supervise.latest_step(tmp_path) == 50 and not supervise.finished(tmp_path)
+    (tmp_path / "checkpoints" / "100" / COMMITTED).touch()
+    assert supervise.finished(tmp_path) and supervise.COMMITTED == COMMITTED
 
 
 def test_supervise_hands_sigterm_on_as_in_a_container(host):
