@@ -27,6 +27,7 @@ USAGE = """usage: titans COMMAND ...
   models                             every memory rule by name: Table 1 of Miras, from the code
   configs [CONFIG ...]               the configurations that come with the package; or all fields of one, as JSON
   bench memory | train [...]         speed and memory of the memory core, and of a training step
+  bench gradients [...]              the gradient of fresh models against the length of what they read
   bench schedule [...]               cycles that the TPU compiler schedules for the fused kernel; needs no TPU
   study NAME [--quick ...]           train the small models that a table compares, and draw it: recall, step_size, ...
 

@@ -319,11 +319,11 @@ def configs(arguments: list[str]) -> None:
     Console().print(table)
 
 
-BENCHMARKS = ("memory", "train", "schedule")
+BENCHMARKS = ("memory", "train", "gradients", "schedule")
 
 
 def bench(arguments: list[str]) -> None:
-    """titans bench memory | train | schedule [...]"""
+    """titans bench memory | train | gradients | schedule [...]"""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
         print(f"usage: titans bench {' | '.join(BENCHMARKS)} [...]\n\ntitans bench NAME --help lists fields.")

@@ -27,6 +27,8 @@ def traced_steps(run_dir) -> list[int]:
     return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
 
 
+# Python 3.13 warns of how jaxlib 0.12 makes this type, inside it; as an error the warning would end the process.
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("steps, traced", [("5:7", [5, 6]), ("12:20", [12])])
 def test_a_trace_holds_its_steps(tmp_path, steps, traced):
@@ -92,10 +94,10 @@ def test_what_a_step_takes_is_told_and_compiled_once(tmp_path, caplog):
     compiled = [m for m in caplog.messages if "Finished XLA compilation of jit(_train_step)" in m]
     assert len(compiled) == 1
     said = re.search(
-        r"a step takes ([\d.]+) GB of a device: ([\d.]+) of parameters.*, ([\d.]+) of", console.file.getvalue()
+        r"a step takes ([\d.]+) MB of a device: ([\d.]+) of parameters.*, ([\d.]+) of", console.file.getvalue()
     )
     whole, held, temporary = map(float, said.groups())
-    assert whole == pytest.approx(held + temporary, abs=0.011) and whole > 0
+    assert whole == pytest.approx(held + temporary, abs=0.11) and whole > 0
 
 
 def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):

@@ -378,8 +378,8 @@ class Trainer:
         held, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
         temporary = memory.temp_size_in_bytes + new
         self.report.say(
-            f"a step takes {(held + temporary) / 1e9:.2f} GB of a device: {held / 1e9:.2f} of parameters, optimizer "
-            f"state and batch, {temporary / 1e9:.2f} of activations, gradients and other temporaries"
+            f"a step takes {(held + temporary) / 1e6:,.1f} MB of a device: {held / 1e6:,.1f} of parameters, optimizer "
+            f"state and batch, {temporary / 1e6:,.1f} of activations, gradients and other temporaries"
         )
 
     def _to_devices(self, batch: Batch) -> Batch:

@@ -1,0 +1,59 @@
+"""`titans bench gradients`: what it measures, saves and refuses."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.training.tiny import MODEL
+from titans_jax import cli
+from titans_jax.bench.gradients import gradient_norm, made_texts
+from titans_jax.training.run import init_model
+
+SMALL = "--blocks lmm --presets titans --seeds 2 --lengths 8 16 --model.dim 8 --model.num_heads 1 --model.head_dim 8"
+
+
+@pytest.mark.slow
+def test_every_seed_length_and_text_is_measured_and_saved(tmp_path, capsys):
+    assert cli.main(["bench", "gradients", *SMALL.split(), "--output", str(tmp_path)]) == 0
+    with open(tmp_path / "gradients.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 2 * 2 and {row["text"] for row in rows} == {"text", "random", "constant"}
+    for first, last in zip(rows[::2], rows[1::2], strict=True):
+        assert (first["length"], last["length"], first["growth"]) == ("8", "16", "1.0")
+        assert float(last["growth"]) == pytest.approx(float(last["norm"]) / float(first["norm"]))
+    assert (tmp_path / "gradients.png").stat().st_size > 1000
+    assert "16 over 8" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_norm_is_that_of_the_loss_that_training_takes():
+    graphdef, params = init_model(MODEL, seed=1)
+    tokens = jnp.asarray(made_texts(17)["text"])[None]
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": jnp.ones((1, 16), jnp.int32)}
+
+    def loss(params):
+        total, count = nnx.merge(graphdef, params).loss_sum(batch)
+        return total / count
+
+    leaves = jax.tree.leaves(jax.grad(loss)(params))
+    wanted = np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in leaves))
+    assert gradient_norm(graphdef)(params, tokens) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ("--lengths 1 8", "lengths has 1; use 2 tokens or more"),
+        ("--seeds 0", "seeds is 0; use 1 to 4294967295"),
+        ("--presets titan", "did you mean titans?"),
+        ("--blocks lmn", "did you mean lmm?"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_a_sentence(arguments, sentence, capsys):
+    assert cli.main(["bench", "gradients", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
