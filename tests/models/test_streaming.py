@@ -70,7 +70,7 @@ def test_pieces_from_the_middle_of_a_chunk_equal_the_whole(kind):
         assert_same(read_in_pieces(model, tokens, [8, 5, 3, 1]), whole, 1e-9)
 
 
-@pytest.mark.slow_but_for("mac")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lmm", "mac"])
 def test_steps_are_shared_across_pieces(kind):
     with jax.enable_x64(True):
