@@ -47,11 +47,9 @@ class MemoryGates(nnx.Module):
             start = jnp.concatenate(starts, axis=1)
             self.bias = nnx.Param(logical(lambda: start, "heads", None)())
         if "rate" in self.scalars:
-            # As in Mamba2: rates between 1 and 16, steps between 0.001 and 0.1.
-            rate = jnp.log(jnp.linspace(1, 16, heads, dtype=dtype))
-            step = jnp.exp(jnp.linspace(math.log(0.001), math.log(0.1), heads, dtype=dtype))
-            self.log_rate = nnx.Param(logical(lambda: rate, "heads")())
-            self.step_bias = nnx.Param(logical(lambda: jnp.log(jnp.expm1(step)), "heads")())
+            self.log_rate, self.step_bias = rate_parameters(heads, dtype)
+        if choices.key_gate == Rate():
+            self.key_log_rate, self.key_step_bias = rate_parameters(heads, dtype, config.head_dim)
 
         channels = choices.channel_logits(rule)
         self.channels = tuple(channels)
@@ -84,7 +82,7 @@ class MemoryGates(nnx.Module):
             logits["key"] = keys.astype(self.dtype) + self.forget_bias[...][None, None]
         channel = {}
         if choices.key_gate:
-            channel["log_key_retention"] = choices.key_gate.function(logits["key"])
+            channel["log_key_retention"] = self.log_key_retention(logits["key"])
         if choices.lower_bound:
             bound = self.lower_bound[...][None, None]
             channel["log_key_retention"] = at_least(bound, channel["log_key_retention"])
@@ -136,6 +134,15 @@ class MemoryGates(nnx.Module):
             case ConstantGate() as gate:
                 return self.constant(gate, (*shape, 1))
 
+    def log_key_retention(self, logits: jax.Array) -> jax.Array:
+        """[b, t, h, d], of logits of that shape."""
+        match self.choices.key_gate:
+            case LearnedGate() as gate:
+                return gate.function(logits)
+            case Rate():
+                steps = jax.nn.softplus(logits + self.key_step_bias[...][None, None])
+                return -jnp.exp(self.key_log_rate[...])[None, None, :, None] * steps
+
     def step_size(self, logits: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
         """[b, t, h, m or 1], or with n inner steps [b, t, h, n]."""
         match self.choices.step_size_gate:
@@ -177,6 +184,17 @@ class MemoryGates(nnx.Module):
             "key_step_size": jnp.stack([amount, jnp.ones_like(amount)], axis=3),
             "bias_gate": slope,
         }  # fmt: skip
+
+
+def rate_parameters(heads: int, dtype: jnp.dtype, channels: int | None = None) -> tuple[nnx.Param, nnx.Param]:
+    """log A [heads] and the biases of steps, [heads] or [heads, channels], where Mamba2's start: A between 1 and 16,
+    steps between 0.001 and 0.1."""
+    rate = jnp.log(jnp.linspace(1, 16, heads, dtype=dtype))
+    step = jnp.exp(jnp.linspace(math.log(0.001), math.log(0.1), channels or heads, dtype=dtype))
+    bias, axes = jnp.log(jnp.expm1(step)), ("heads",)
+    if channels is not None:
+        bias, axes = jnp.broadcast_to(bias[None], (heads, channels)), ("heads", None)
+    return nnx.Param(logical(lambda: rate, "heads")()), nnx.Param(logical(lambda: bias, *axes)())
 
 
 def at_least(logit: jax.Array, log_gate: jax.Array) -> jax.Array:

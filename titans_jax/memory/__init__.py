@@ -20,7 +20,7 @@ from titans_jax.memory.interface import (
     retrieve,
     start_chunk,
 )
-from titans_jax.memory.rule import algorithms, architectures, biases, presets, retentions
+from titans_jax.memory.rule import algorithms, architectures, biases, later_presets, presets, retentions
 from titans_jax.memory.rule.architectures import register_architecture
 from titans_jax.memory.rule.biases import register_bias
 from titans_jax.memory.rule.gate_choices import GateChoices, LearnedGate
@@ -45,6 +45,7 @@ __all__ = [
     "choose_form",
     "init_params",
     "init_state",
+    "later_presets",
     "memorize",
     "presets",
     "register_architecture",

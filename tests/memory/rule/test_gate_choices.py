@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titans_jax.memory import GateChoices, LearnedGate, presets
-from titans_jax.memory.rule.gate_choices import CHANNEL_GATES, RETENTION_GATES, STEP_SIZE_GATES
+from titans_jax.memory.rule.gate_choices import KEY_GATES, RETENTION_GATES, STEP_SIZE_GATES
 
 HEAD_DIM = 4
 
@@ -28,6 +28,7 @@ def logits(name):
         ("gla", {}, {"key": 0.0}),
         ("hgrn2", {}, {}),
         ("rwkv7", {}, {"key": -3.0, "removal_step": 0.0}),
+        ("kimi_delta_attention", {"step_size": (1, 0.0)}, {"key": 0.0}),
     ],
 )
 def test_logits_of_presets(name, scalars, channels):
@@ -58,7 +59,7 @@ def test_the_word_forget_starts_where_the_choices_say():
     assert starts == (-8.0, -8.0, 0.0)
 
 
-@pytest.mark.parametrize("table", [RETENTION_GATES, CHANNEL_GATES], ids=["retention", "channel"])
+@pytest.mark.parametrize("table", [RETENTION_GATES, KEY_GATES], ids=["retention", "channel"])
 def test_every_word_for_a_retention_keeps_at_most_all(table):
     x = jnp.linspace(-20.0, 20.0, 9)
     for gate in table.values():
@@ -81,7 +82,7 @@ def test_every_word_for_a_step_size_steps_forward():
     [
         ({"retention": "forgets"}, "retention is 'forgets': it must be one of 'forget', 'rate'"),
         ({"step_size": None}, "step_size is None: it must be one of 'bounded'"),
-        ({"key": "keep"}, "key is 'keep': it must be one of 'forget', 'gla', 'rwkv', None, or a LearnedGate."),
+        ({"key": "keep"}, "key is 'keep': it must be one of 'forget', 'gla', 'rwkv', 'rate', None, or a LearnedGate."),
         ({"keys": "both"}, "keys is 'both': it must be one of 'projected', 'complement', 'removal'."),
         ({"keys": "complement"}, "key is None"),
         ({"lower_bound": True}, "key is None"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +65,16 @@ class ConstantGate:
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Mamba2: a step of every token, softplus of a logit, and retention exp(-A step) with a learned A of every head."""
+    """Mamba2: a step of every token, softplus of a logit, and retention exp(-A step) with a learned A of every head.
+
+    As a gate of key channels, every channel has a step of its own (Kimi Delta Attention, arXiv 2510.26692).
+    """
+
+    start: ClassVar[float] = 0.0
 
     def logits(self, name: str, count: int) -> dict[str, tuple[int, float]]:
         """One, of the step that retention and step size share."""
-        return {"rate": (1, 0.0)}
+        return {"rate": (1, self.start)}
 
 
 def forget(logit: jax.Array) -> jax.Array:
@@ -139,7 +144,10 @@ CHANNEL_GATES: Mapping[str, LearnedGate] = {
     "gla": LearnedGate(gla),
     "rwkv": LearnedGate(rwkv, -3.0),
 }
-"""What `GateChoices.key` and `GateChoices.value` may be called."""
+"""What `GateChoices.value` may be called."""
+
+KEY_GATES: Mapping[str, LearnedGate | Rate] = {**CHANNEL_GATES, "rate": Rate()}
+"""What `GateChoices.key` may be called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +160,7 @@ class GateChoices:
     eighth; "sigmoid", "softplus", "double" (2 sigmoid, so that a DeltaNet step can turn over); "rate", the step of the
     retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
-    (exp(-e^(-1/2) sigmoid)), or None.
+    (exp(-e^(-1/2) sigmoid)), or None; of inputs also "rate", as for retention with a step of every channel (Kimi).
     lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
     softmax over the layers, from 0 in the first; as layers share no parameters, each learns its own here, from 1/2.
     channel_steps: step sizes vary by channel too, on the same sides.
@@ -166,7 +174,7 @@ class GateChoices:
 
     retention: str | Gate = "keep"
     step_size: str | Gate = "one"
-    key: str | LearnedGate | None = None
+    key: str | LearnedGate | Rate | None = None
     value: str | LearnedGate | None = None
     lower_bound: bool = False
     channel_steps: bool = False
@@ -178,7 +186,7 @@ class GateChoices:
         tables = {
             "retention": RETENTION_GATES,
             "step_size": STEP_SIZE_GATES,
-            "key": CHANNEL_GATES | {None: None},
+            "key": KEY_GATES | {None: None},
             "value": CHANNEL_GATES | {None: None},
             "keys": dict.fromkeys(("projected", "complement", "removal")),
         }
@@ -206,9 +214,9 @@ class GateChoices:
         return self._gate(self.step_size, STEP_SIZE_GATES)
 
     @property
-    def key_gate(self) -> LearnedGate | None:
+    def key_gate(self) -> LearnedGate | Rate | None:
         """The gate that `key` names or is."""
-        return self._gate(self.key, CHANNEL_GATES)
+        return self._gate(self.key, KEY_GATES)
 
     @property
     def value_gate(self) -> LearnedGate | None:

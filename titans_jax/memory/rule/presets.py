@@ -120,10 +120,7 @@ def ttt_linear(chunk_size: int = 16) -> MemoryRule:
 
 @register_preset(gates=GateChoices("rate", "sigmoid"))
 def gated_deltanet() -> MemoryRule:
-    """a W - step k^T (k a W - v): the error is taken after forgetting (arXiv 2412.06464).
-
-    With `log_key_retention` it is Kimi Delta Attention (memory/README.md, The rule).
-    """
+    """a W - step k^T (k a W - v): the error is taken after forgetting (arXiv 2412.06464)."""
     return matrix(biases.l2(), algorithms.gradient_descent(decay_first=True))
 
 

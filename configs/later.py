@@ -1,0 +1,23 @@
+"""Linear recurrent models that came after the Titans and Miras papers, in the sizes of their baselines.
+
+    titans train kimi_delta_attention_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
+
+    size  blocks  width  heads      tokens    steps  TPU slice  rows at a time on a chip
+    170m      12    768  16 of 48      15B   28,610  v5e-8      2
+    340m      24   1024  16 of 64      15B   28,610  v5e-8      2
+    760m      24   1536  16 of 96      30B   57,220  v5e-16     1
+    1b        18   2048  8 of 256     100B  190,735  v5e-32     1
+
+Backbone, data and training are those of configs/baselines.py, so that only the memory differs; the models' own papers
+have other sizes and settings.
+"""
+
+from titans_jax.config.papers import baseline
+
+configs = {
+    # Kimi Delta Attention
+    "kimi_delta_attention_170m": baseline("kimi_delta_attention", "170m"),  # 170,371,200 parameters, 2.5 GiB
+    "kimi_delta_attention_340m": baseline("kimi_delta_attention", "340m"),  # 340,289,280 parameters, 5.1 GiB
+    "kimi_delta_attention_760m": baseline("kimi_delta_attention", "760m"),  # 760,518,912 parameters, 11.3 GiB
+    "kimi_delta_attention_1b": baseline("kimi_delta_attention", "1b"),  # 1,302,731,040 parameters, 19.4 GiB
+}

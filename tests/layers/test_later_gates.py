@@ -1,0 +1,73 @@
+"""Gates of the models after Miras' Table 1, against numpy written from their papers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
+from titans_jax.layers.memory_gates import MemoryGates
+
+CONFIG = ModelConfig(dim=8, num_heads=2, head_dim=4, depth=1, dtype="float64", memory=MemoryConfig(gate_rank=3))
+
+
+def softplus(x):
+    return np.log1p(np.exp(x))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def gates_of(preset):
+    """(parameters by name, where the logits of each channel-wise gate are, x [b, t, dim], keys and values [b, t, h, d],
+    what the module returns for them); everything is random."""
+    config = dataclasses.replace(CONFIG, memory=dataclasses.replace(CONFIG.memory, preset=preset))
+    generator = np.random.default_rng(0)
+    module, found = MemoryGates(config, memory_rule(config.memory), rngs=nnx.Rngs(0)), {}
+    for (name,), parameter in nnx.to_flat_state(nnx.state(module)):
+        found[name] = generator.normal(size=parameter.shape)
+        parameter[...] = jnp.asarray(found[name])
+    x, keys, values = (generator.normal(size=shape) for shape in ((1, 5, 8), (1, 5, 2, 4), (1, 5, 2, 4)))
+    return found, module.channels, x, keys, values, module(*map(jnp.asarray, (x, keys, values)))
+
+
+def channel_logits(parameters, at, x):
+    """Linear in x through a low rank, [b, t, h, d]."""
+    low = x / np.sqrt(8) @ parameters["down"]
+    return np.einsum("btr,rhd->bthd", low, parameters["up"][:, at]) + parameters["channel_bias"][at]
+
+
+def scalar_logits(parameters, x):
+    """[b, t, h, 1]."""
+    return np.einsum("btd,dhk->bthk", x / np.sqrt(8), parameters["kernel"]) + parameters["bias"]
+
+
+def kimi_retention(parameters, logits):
+    """g = -exp(A_log) softplus(f(x) + bias), A of a head and the bias of a channel (arXiv 2510.26692)."""
+    return -np.exp(parameters["key_log_rate"])[:, None] * softplus(logits + parameters["key_step_bias"])
+
+
+def test_kimi_delta_attention():
+    """beta = sigmoid; keys and values are the projections."""
+    with jax.enable_x64(True):
+        parameters, channels, x, keys, values, (left_keys, left_values, gates) = gates_of("kimi_delta_attention")
+        assert channels == ("key",)
+        expected = kimi_retention(parameters, channel_logits(parameters, 0, x))
+        np.testing.assert_allclose(gates.log_key_retention, expected, rtol=1e-12)
+        np.testing.assert_allclose(gates.step_size, sigmoid(scalar_logits(parameters, x)), rtol=1e-12)
+        np.testing.assert_array_equal(gates.log_retention, 0)
+        np.testing.assert_array_equal(left_keys, keys)
+        np.testing.assert_array_equal(left_values, values)
+
+
+def test_rates_and_steps_start_where_those_of_mamba2_do():
+    """A of the heads from 1 to 16, softplus of the biases of the channels from 0.001 to 0.1."""
+    config = dataclasses.replace(CONFIG, memory=MemoryConfig(preset="kimi_delta_attention"))
+    with jax.enable_x64(True):
+        module = MemoryGates(config, memory_rule(config.memory), rngs=nnx.Rngs(0))
+        np.testing.assert_allclose(np.exp(np.array(module.key_log_rate[...])), [1, 16], rtol=1e-12)
+        steps = softplus(np.array(module.key_step_bias[...]))
+        np.testing.assert_allclose(steps[:, [0, -1]], [[0.001, 0.1]] * 2, rtol=1e-10)

@@ -1,0 +1,18 @@
+"""The linear models after Miras' Table 1 by their published recurrences, token by token in numpy float64.
+
+S is [d_k, d_v] and k a column, as their papers and their public reference recurrences have it; nothing is shared with
+the package. Gates are plain values. Every function takes queries, keys, values [time, d] first and returns reads
+[time, d].
+"""
+
+import numpy as np
+
+
+def kimi_delta_attention(queries, keys, values, key_retention, step_size):
+    """Kimi (arXiv 2510.26692): S <- Diag(a) S, then S <- S + beta k (v - k^T S)^T, o = S^T q."""
+    state, reads = np.zeros((keys.shape[1], values.shape[1])), []
+    for q, k, v, a, beta in zip(queries, keys, values, key_retention, step_size, strict=True):
+        state = a[:, None] * state
+        state = state + beta * np.outer(k, v - state.T @ k)
+        reads.append(state.T @ q)
+    return np.array(reads)

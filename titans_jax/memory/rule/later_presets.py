@@ -1,0 +1,25 @@
+"""Linear recurrent models that came after Miras' Table 1, as presets.
+
+All are matrix memories that start from zero and take every token as a chunk of its own, exact in every form.
+"""
+
+from __future__ import annotations
+
+from titans_jax.memory.rule import algorithms, biases
+from titans_jax.memory.rule.gate_choices import GateChoices
+from titans_jax.memory.rule.presets import matrix, register_preset
+from titans_jax.memory.rule.rule import MemoryRule
+
+
+@register_preset(gates=GateChoices(step_size="sigmoid", key="rate"))
+def kimi_delta_attention() -> MemoryRule:
+    """Diag(a) W - step k^T (k Diag(a) W - v): Gated DeltaNet that forgets by key channel (arXiv 2510.26692).
+
+    The retention a is Mamba2's, with a rate of every head and a step of every channel.
+    """
+    return delta()
+
+
+def delta() -> MemoryRule:
+    """The delta rule whose error is taken after forgetting: what these models share, as does Gated DeltaNet."""
+    return matrix(biases.l2(), algorithms.gradient_descent(decay_first=True))
