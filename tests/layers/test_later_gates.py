@@ -71,3 +71,16 @@ def test_rates_and_steps_start_where_those_of_mamba2_do():
         np.testing.assert_allclose(np.exp(np.array(module.key_log_rate[...])), [1, 16], rtol=1e-12)
         steps = softplus(np.array(module.key_step_bias[...]))
         np.testing.assert_allclose(steps[:, [0, -1]], [[0.001, 0.1]] * 2, rtol=1e-10)
+
+
+def test_gated_deltanet_2():
+    """Retention as Kimi's; b and w are sigmoids of every channel, and w is in the values (arXiv 2605.22791)."""
+    with jax.enable_x64(True):
+        parameters, channels, x, keys, values, (left_keys, left_values, gates) = gates_of("gated_deltanet_2")
+        assert channels == ("key", "erase", "write")
+        retention, erase, write = (channel_logits(parameters, at, x) for at in range(3))
+        np.testing.assert_allclose(gates.log_key_retention, kimi_retention(parameters, retention), rtol=1e-12)
+        np.testing.assert_allclose(gates.erase, sigmoid(erase), rtol=1e-12)
+        np.testing.assert_allclose(left_values, sigmoid(write) * values, rtol=1e-12)
+        np.testing.assert_array_equal(left_keys, keys)
+        np.testing.assert_array_equal(gates.step_size, 1)

@@ -16,3 +16,13 @@ def kimi_delta_attention(queries, keys, values, key_retention, step_size):
         state = state + beta * np.outer(k, v - state.T @ k)
         reads.append(state.T @ q)
     return np.array(reads)
+
+
+def gated_deltanet_2(queries, keys, values, key_retention, erase):
+    """Gated DeltaNet-2 (arXiv 2605.22791): S <- (I - k (b * k)^T) Diag(e^g) S + k (w * v)^T; values are w * v."""
+    state, reads = np.zeros((keys.shape[1], values.shape[1])), []
+    for q, k, v, a, b in zip(queries, keys, values, key_retention, erase, strict=True):
+        transition = (np.eye(len(k)) - np.outer(k, b * k)) @ np.diag(a)
+        state = transition @ state + np.outer(k, v)
+        reads.append(state.T @ q)
+    return np.array(reads)

@@ -21,7 +21,7 @@ HEAD_DIM = 6
 TIME = 14  # of chunks of four: three and a remainder
 FORMS = ("recurrent", "associative", "chunked")  # that run every rule; test_fused has the fourth
 RETENTIONS = ("retention", "momentum", "key_retention", "value_retention")
-GATES = (*RETENTIONS, "step_size", "key_step_size", "value_step_size", "bias_gate")
+GATES = (*RETENTIONS, "step_size", "key_step_size", "value_step_size", "bias_gate", "erase")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +109,10 @@ def draw_gated(generator, time):
 
 def draw_kimi(generator, time):
     return draw_deltanet(generator, time) | {"key_retention": channels(generator, time)}
+
+
+def draw_gated_deltanet_2(generator, time):
+    return draw_gla(generator, time) | {"erase": generator.uniform(0.1, 0.9, (time, HEAD_DIM))}
 
 
 def draw_delta_product(generator, time):
@@ -214,6 +218,7 @@ MODELS = {
     "longhorn": matrix_model("longhorn", draw_deltanet, "step_size"),
     "gated_deltanet": matrix_model("gated_deltanet", draw_gated, "retention", "step_size"),
     "kimi_delta_attention": matrix_model("kimi_delta_attention", draw_kimi, "key_retention", "step_size"),
+    "gated_deltanet_2": matrix_model("gated_deltanet_2", draw_gated_deltanet_2, "key_retention", "erase"),
     "rwkv7": Model(
         presets.rwkv7(),
         draw_rwkv7,
@@ -258,6 +263,7 @@ def memorize(rule, form, params, x):
         log_value_retention=log("value_retention"),
         key_step_size=x.get("key_step_size"),
         value_step_size=x.get("value_step_size"),
+        erase=x.get("erase"),
     )
     state = x["state"] if "state" in x else memory.init_state(rule, params)
     arrays = (x[name] for name in ("queries", "keys", "values"))

@@ -187,6 +187,8 @@ def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, hea
         channel["log_key_retention"] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
     if choices.value:
         channel["log_value_retention"] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
+    if choices.erase != "all":
+        channel["erase"] = jax.nn.sigmoid(normal(*inner, head_dim))
     if rule.bias.takes_gate:
         slopes = jnp.broadcast_to(jnp.arange(steps, 0, -1, dtype=jnp.float32) - 1, inner)
         channel["bias_gate"] = slopes if rule.bias.affine else jax.nn.softplus(normal(*inner))

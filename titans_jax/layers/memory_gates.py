@@ -98,6 +98,9 @@ class MemoryGates(nnx.Module):
         if choices.removal_keys:
             keys, values, steps = self.remove_and_write(keys, values, logits["removal_step"])
             channel |= steps
+        if choices.erase == "channels":
+            channel["erase"], write = jax.nn.sigmoid(logits["erase"]), jax.nn.sigmoid(logits["write"])
+            values = (values.astype(write.dtype) * write).astype(values.dtype)
         step_size, retention = self.step_size(logits, shape), self.log_retention(logits, shape)
         momentum = jax.nn.log_sigmoid(logits["momentum"]) if "momentum" in logits else None
         return keys, values, memory.Gates(retention, momentum, step_size, mask, **channel)

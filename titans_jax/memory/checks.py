@@ -47,6 +47,7 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
         "log_value_retention": ((time, head_dim),),
         "key_step_size": (written,),
         "value_step_size": (written,),
+        "erase": (written,),
     }
     for name, allowed in shapes.items():
         x = getattr(gates, name)
@@ -56,6 +57,11 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
             )
     if gates.bias_gate is not None and not rule.bias.takes_gate:
         raise ValueError(f"gates.bias_gate is given: {rule.bias} takes none; use None.")
+    if gates.erase is not None and not (rule.architecture.linear and rule.algorithm.descends):
+        raise ValueError(
+            f"gates.erase is given: {rule.architecture} of {rule.algorithm} writes along the key that its error is "
+            "taken with; use None, or linear() and gradient_descent()."
+        )
     if rule.algorithm.has_momentum and len(expected) == 1 and None not in (
         gates.log_key_retention, gates.log_value_retention
     ):  # fmt: skip

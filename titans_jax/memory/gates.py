@@ -14,6 +14,9 @@ from titans_jax.ops.matmul import to_state_dtype
 # far below what a cumulative product resolves, and far above float32's subnormals, which are flushed to 0.
 SMALLEST_RETENTION = 1e-30
 
+CHANNEL_GATES = ("log_key_retention", "log_value_retention", "key_step_size", "value_step_size", "erase")
+"""The fields of `Gates` that hold a number of every channel."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +31,12 @@ class Gates:
 
     Channel-wise factors, each [time, head_dim] or None: log_key_retention acts on the inputs of the first fast matrix,
     log_value_retention on the outputs of the last one (for a linear memory, rows and columns of the same matrix), and
-    key_step_size, value_step_size multiply the step there.
+    key_step_size, value_step_size multiply the step there. erase, of a linear memory alone, multiplies the key that a
+    token's error is taken with, and not the key that is written: what of the memory is erased is another part than what
+    is written (Gated DeltaNet-2, arXiv 2605.22791).
 
-    With n inner steps per token, step_size is [time, n] or [time, n, matrices], the channel-wise step sizes [time, n,
-    head_dim], bias_gate [time, n] or [time, n, head_dim]; retention acts once, with the first step.
+    With n inner steps per token, step_size is [time, n] or [time, n, matrices], the channel-wise step sizes and erase
+    [time, n, head_dim], bias_gate [time, n] or [time, n, head_dim]; retention acts once, with the first step.
     """
 
     log_retention: jax.Array
@@ -43,6 +48,7 @@ class Gates:
     log_value_retention: jax.Array | None = None
     key_step_size: jax.Array | None = None
     value_step_size: jax.Array | None = None
+    erase: jax.Array | None = None
 
     @classmethod
     def from_values(cls, forget: jax.Array, momentum: jax.Array | None, step_size: jax.Array, mask=None) -> Gates:
@@ -64,9 +70,8 @@ class Gates:
 
     @property
     def channel_wise(self) -> bool:
-        """Whether any retention or step size differs between channels."""
-        sides = (self.log_key_retention, self.log_value_retention, self.key_step_size, self.value_step_size)
-        return any(x is not None for x in sides)
+        """Whether any gate differs between channels."""
+        return any(getattr(self, name) is not None for name in CHANNEL_GATES)
 
 
 def check_range(name: str, x: jax.Array | None, most: float) -> None:
@@ -90,9 +95,6 @@ def complete_gates(rule: MemoryRule, gates: Gates, keys: jax.Array, matrices: in
         return jnp.broadcast_to(x, (x.shape[0], max(width, x.shape[1])))
 
     step_size = rule.algorithm.step_size(full(gates.step_size, matrices), to_state_dtype(keys))
-    cast = {
-        name: full(getattr(gates, name), 1)
-        for name in ("bias_gate", "log_key_retention", "log_value_retention", "key_step_size", "value_step_size")
-    }
+    cast = {name: full(getattr(gates, name), 1) for name in ("bias_gate", *CHANNEL_GATES)}
     momentum = full(gates.log_momentum, matrices) if rule.algorithm.has_momentum else None
     return Gates(full(gates.log_retention, matrices), momentum, step_size, gates.mask, **cast)

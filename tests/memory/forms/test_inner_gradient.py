@@ -52,7 +52,7 @@ def draw(architecture, bias, seed=0):
     weights = tuple(generator.normal(size=shape) / np.sqrt(shape[0]) for shape in rule.shapes(HEAD_DIM))
     gate = generator.uniform(0.2, 1, (TOKENS, 1)) if rule.bias.takes_gate else None
     params = {"weights": weights, "norm_scale": generator.uniform(0.5, 1.5, HEAD_DIM)}
-    return rule, params, weights, Tokens(keys, keys, values, gate, None, None)
+    return rule, params, weights, Tokens(keys, keys, values, gate, None, None, None)
 
 
 def by_definition(architecture, bias, params, weights, tokens):

@@ -11,13 +11,14 @@ import pytest
 from titans_jax import memory
 from titans_jax.memory import algorithms, architectures, biases, presets, retentions
 from titans_jax.memory.forms.delta_rule import DeltaRule
+from titans_jax.memory.gates import CHANNEL_GATES
 from titans_jax.memory.pallas import entry, kernels
-from titans_jax.memory.pallas.kernel_algorithm import CHANNELS, Chunks
+from titans_jax.memory.pallas.kernel_algorithm import Chunks
 from titans_jax.ops import backend, matmul
 
 CHUNK, BLOCK = 8, 16
 FLOAT64, FLOAT32, BFLOAT16, BFLOAT16_GATES = 1e-10, 1e-5, 5e-3, 2e-2
-GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *CHANNELS)
+GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *CHANNEL_GATES)
 HEADS, ROWS_AND_HEADS = (2,), (2, 2)
 
 
@@ -81,7 +82,7 @@ def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradien
             x["step_size"],
             x.get("mask"),
             x.get("bias_gate"),
-            *(x.get(name) for name in CHANNELS),
+            *(x.get(name) for name in CHANNEL_GATES),
         )
         state = memory.init_state(rule, params)
         if "state" in x:
@@ -245,11 +246,13 @@ def test_bfloat16_operands_of_a_linear_memory(monkeypatch):
     check(presets.gated_deltanet(), HEADS, BFLOAT16, BFLOAT16_GATES, time=100, head_dim=64, dtype=jnp.bfloat16)
 
 
-KEY, VALUE, KEY_STEP, _ = CHANNELS
+KEY, VALUE, KEY_STEP, VALUE_STEP, ERASE = CHANNEL_GATES
+SIDES = (KEY, VALUE, KEY_STEP, VALUE_STEP)
 BY_CHANNEL = {
-    "dfw": (presets.dfw(), CHANNELS),  # and both step sizes, with nothing to solve
+    "dfw": (presets.dfw(), SIDES),  # and both step sizes, with nothing to solve
     "kimi": (presets.gated_deltanet(), (KEY,)),
     "rwkv7": (presets.rwkv7(), (KEY, KEY_STEP)),
+    "gated_deltanet_2": (presets.gated_deltanet(), (KEY, ERASE)),
     "scalar": (presets.rwkv7(), ()),
 }
 
@@ -324,7 +327,7 @@ def test_other_choices(architecture, bias, retention, algorithm, bias_gate):
 def test_gates_of_every_channel():
     """A chunk that is no power of two, gates that cut, and padding behind the last token."""
     rule = presets.yaad(expansion=2, chunk_size=12)
-    check(rule, HEADS, FLOAT64, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=CHANNELS)
+    check(rule, HEADS, FLOAT64, time=2 * rule.chunk_size + 3, head_dim=16, by_channel=SIDES)
 
 
 @pytest.mark.slow
@@ -334,7 +337,7 @@ def test_chunks_that_share_a_stored_state(monkeypatch):
     shared = {}
     for chunks in (4, 5, 6):
         queries = np.zeros((1, chunks, CHUNK, 16), np.float32)
-        found = kernels.grid_steps(titans(1), Chunks(queries, *[None] * 8), (), 1, kernels.BACKWARD)
+        found = kernels.grid_steps(titans(1), Chunks(queries, *[None] * 9), (), 1, kernels.BACKWARD)
         shared[chunks] = (found.chunks, found.groups)
     assert shared == {4: (4, 1), 5: (1, 5), 6: (3, 2)}
     check(titans(1), time=6 * CHUNK, head_dim=48)

@@ -29,6 +29,7 @@ def logits(name):
         ("hgrn2", {}, {}),
         ("rwkv7", {}, {"key": -3.0, "removal_step": 0.0}),
         ("kimi_delta_attention", {"step_size": (1, 0.0)}, {"key": 0.0}),
+        ("gated_deltanet_2", {}, {"key": 0.0, "erase": 0.0, "write": 0.0}),
     ],
 )
 def test_logits_of_presets(name, scalars, channels):
@@ -84,6 +85,7 @@ def test_every_word_for_a_step_size_steps_forward():
         ({"step_size": None}, "step_size is None: it must be one of 'bounded'"),
         ({"key": "keep"}, "key is 'keep': it must be one of 'forget', 'gla', 'rwkv', 'rate', None, or a LearnedGate."),
         ({"keys": "both"}, "keys is 'both': it must be one of 'projected', 'complement', 'removal'."),
+        ({"erase": "keys"}, "erase is 'keys': it must be one of 'all', 'channels'."),
         ({"keys": "complement"}, "key is None"),
         ({"lower_bound": True}, "key is None"),
         ({"step_size": "rate"}, 'step_size is "rate": it is the step of a retention "rate"'),

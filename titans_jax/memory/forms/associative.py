@@ -98,6 +98,10 @@ class AssociativeScan(ChunkAlgorithm):
             return inner_loss(rule, linear, params, token, jnp.zeros_like(token.values)), outputs[-1]
 
         def gradient(token, gate):
+            if token.erase is not None:  # no gradient of a loss by the weights: its error is along another key
+                alone = jax.tree.map(lambda x: x[None], token._replace(key_step_size=None, value_step_size=None))
+                (key,), (delta,), _ = inner_gradients(rule, params, gradient_weights(rule, opened, gate), alone)
+                return (key.T * delta,)
             gradients, output = jax.grad(loss, has_aux=True)(gradient_weights(rule, opened, gate), token)
             if rule.bound_slope:
                 (share,) = slope_share(rule, output)

@@ -16,6 +16,7 @@ from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, Surprise
 from titans_jax.ops.backend import Backend, BlockSize
+from titans_jax.ops.matmul import to_state_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -36,14 +37,14 @@ class MemoryInputs:
     def tokens(self) -> Tokens:
         """What a step reads of them; the other gates have gone into what is prepared."""
         gates = self.gates
-        steps = gates.bias_gate, gates.key_step_size, gates.value_step_size
-        return Tokens(self.queries, self.keys, self.values, *steps)
+        own = gates.bias_gate, gates.key_step_size, gates.value_step_size, gates.erase
+        return Tokens(self.queries, self.keys, self.values, *own)
 
 
 class Tokens(NamedTuple):
     """What the formulas of a step read of their tokens: leaves [tokens, ...].
 
-    bias_gate [tokens, 1 or head_dim], key_step_size, value_step_size [tokens, head_dim]: see `Gates`; or None.
+    bias_gate [tokens, 1 or head_dim], key_step_size, value_step_size, erase [tokens, head_dim]: see `Gates`; or None.
     """
 
     queries: jax.Array
@@ -52,6 +53,12 @@ class Tokens(NamedTuple):
     bias_gate: jax.Array | None
     key_step_size: jax.Array | None
     value_step_size: jax.Array | None
+    erase: jax.Array | None
+
+    def error_keys(self) -> jax.Array:
+        """The keys that errors are taken with, [tokens, head_dim], in the state's dtype."""
+        keys = to_state_dtype(self.keys)
+        return keys if self.erase is None else keys * self.erase
 
 
 class ChunkResult(NamedTuple):

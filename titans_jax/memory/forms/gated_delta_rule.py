@@ -2,13 +2,13 @@
 retention.
 
 For M(x) = x S, retention a_t (a scalar, or one per input channel), and errors taken at the state before token t, as it
-is or after this token's retention ("decay first": r_t = a_t, else 1):
+is or after this token's retention ("decay first": r_t = a_t, else 1), with a part b_t of the key (`Gates.erase`, or 1):
 
-    e_t = s_t (k_t * r_t) S_{t-1} - v_t ,      S_t = Diag(a_t) S_{t-1} - theta_t (eta_t * k_t)^T e_t
+    e_t = s_t (b_t * k_t * r_t) S_{t-1} - v_t ,      S_t = Diag(a_t) S_{t-1} - theta_t (eta_t * k_t)^T e_t
 
 The errors of a block solve one unit lower-triangular system (memory/README.md, Linear memories: one triangular system).
-GLA, HGRN2, DFW (s = 0, no system), Kimi Delta Attention and RWKV-7 are cases; with scalar gates, momentum or longer
-chunks see `delta_rule`.
+GLA, HGRN2, DFW (s = 0, no system), Kimi Delta Attention, Gated DeltaNet-2 and RWKV-7 are cases; with scalar gates,
+momentum or longer chunks see `delta_rule`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class GatedDeltaRule(ChunkAlgorithm):
         """`prepare` for one block. with_surprise: whether anyone asks for it."""
         rule, backend, operand_dtype = self.rule, self.backend, token.keys.dtype
         queries, keys, document = to_state_dtype(token.queries), to_state_dtype(token.keys), gates.document
+        error_keys = token.error_keys()
         tokens, width = keys.shape
         visible = in_document = None
         if document is not None:
@@ -130,7 +131,8 @@ class GatedDeltaRule(ChunkAlgorithm):
         written = -backend.broadcast_column(gates.step_size, width) * keys
         written = written if token.key_step_size is None else written * token.key_step_size
         solves = rule.bias.constant_slope != 0
-        takes_errors = [keys if rule.algorithm.decay_first else row_after(keys)] if solves or with_surprise else []
+        takes_errors = [error_keys if rule.algorithm.decay_first else row_after(error_keys)]
+        takes_errors = takes_errors if solves or with_surprise else []
         scores, *overlap = by_key.scores((queries, *takes_errors), written, operand_dtype, rule.algorithm.steps)
         overlap, inverse = overlap[0] if overlap else None, None
         if overlap is not None and rule.algorithm.decay_first:
@@ -143,7 +145,7 @@ class GatedDeltaRule(ChunkAlgorithm):
         lasting = written * backend.broadcast_column(by_key.to_end(), width)
         return PreparedGatedDeltaRule(
             by_value=by_value,
-            error_keys=by_source(keys * at_error),
+            error_keys=by_source(error_keys * at_error),
             read_queries=by_source(queries * remaining),
             kept=[x[-1:].T for x in by_source(remaining)],
             error_columns=error_columns,

@@ -58,6 +58,8 @@ def inner_gradients(rule: MemoryRule, params: Params, anchor: Matrices, tokens: 
     if rule.bound_slope:
         share = slope_share(rule, output)
         deltas = tuple(share * delta for delta in deltas)
+    if tokens.erase is not None:  # what the error was taken with is not what is written
+        inputs = (to_state_dtype(keys),)
     if tokens.key_step_size is not None:
         inputs = (inputs[0] * tokens.key_step_size, *inputs[1:])
     if tokens.value_step_size is not None:
@@ -73,7 +75,7 @@ def slope_share(rule: MemoryRule, output: Float[Array, "*tokens head_dim"]) -> F
 
 def inner_loss(rule: MemoryRule, linear, params: Params, tokens: Tokens, at_read: jax.Array) -> jax.Array:
     """The losses [...] whose gradients are written, with the zeros `at_read` added to what the memory answers."""
-    written = Written(to_state_dtype(tokens.keys), tokens.values, tokens.bias_gate, at_read)
+    written = Written(tokens.error_keys(), tokens.values, tokens.bias_gate, at_read)
     return rule.algorithm.inner_loss(rule.architecture, rule.bias, linear, params, written)
 
 

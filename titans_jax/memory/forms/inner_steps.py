@@ -40,6 +40,7 @@ def unroll_inner_steps(steps: int, inputs: MemoryInputs) -> MemoryInputs:
             log_value_retention=first(gates.log_value_retention),
             key_step_size=flat(gates.key_step_size),
             value_step_size=flat(gates.value_step_size),
+            erase=flat(gates.erase),
         ),
         first(inputs.resets),
     )

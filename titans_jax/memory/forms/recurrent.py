@@ -52,8 +52,9 @@ def write(
 ) -> tuple[MemoryState, Surprise]:
     """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise [1]."""
     anchor = gradient_weights(rule, weights_at(rule, params, state.anchor), gate)
-    own = (None if x is None else x[None] for x in (gate.bias_gate, gate.key_step_size, gate.value_step_size))
-    inputs, deltas, surprise = inner_gradients(rule, params, anchor, Tokens(key, key, value, *own))
+    own = (gate.bias_gate, gate.key_step_size, gate.value_step_size, gate.erase)
+    token = Tokens(key, key, value, *(None if x is None else x[None] for x in own))
+    inputs, deltas, surprise = inner_gradients(rule, params, anchor, token)
     steps = token_steps(rule, state.momentum, inputs, deltas, gate, key.dtype)
     lagging = rule.retention.lags & (state.position == 0)
     weights = []

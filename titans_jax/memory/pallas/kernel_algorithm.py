@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import ChunkAlgorithm, Tokens
 from titans_jax.memory.forms.scan_chunks import BlockLayout
-from titans_jax.memory.gates import Gates
+from titans_jax.memory.gates import CHANNEL_GATES, Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params
 from titans_jax.ops import backend
@@ -23,8 +23,8 @@ class Chunks(NamedTuple):
     """What the steps over chunks read: leaves [n, chunks, rows, columns], n heads of any sequences.
 
     rows: the scalar gates, padding and flags (`gate_rows`), in one array because a small one fills a whole tile of
-    memory. bias_gate: [.., tokens, 1 or head_dim] or None. log_key_retention .. value_step_size: [.., tokens, head_dim]
-    or None; retentions are 0 at padding.
+    memory. bias_gate: [.., tokens, 1 or head_dim] or None. log_key_retention .. erase: [.., tokens, head_dim] or None;
+    retentions are 0 at padding.
     """
 
     queries: jax.Array
@@ -36,11 +36,10 @@ class Chunks(NamedTuple):
     log_value_retention: jax.Array | None
     key_step_size: jax.Array | None
     value_step_size: jax.Array | None
+    erase: jax.Array | None
 
 
-CHANNELS = ("log_key_retention", "log_value_retention", "key_step_size", "value_step_size")
-"""The gates of every channel."""
-TOKENS = ("queries", "keys", "values", *CHANNELS)
+TOKENS = ("queries", "keys", "values", *CHANNEL_GATES)
 """Leaves of `Chunks` with head_dim numbers a token."""
 
 
@@ -142,11 +141,12 @@ class KernelAlgorithm(abc.ABC):
 
 def tokens_of(chunk: Chunks) -> Tokens:
     """The leaves that a step reads."""
-    return Tokens(chunk.queries, chunk.keys, chunk.values, chunk.bias_gate, chunk.key_step_size, chunk.value_step_size)
+    own = chunk.bias_gate, chunk.key_step_size, chunk.value_step_size, chunk.erase
+    return Tokens(chunk.queries, chunk.keys, chunk.values, *own)
 
 
 def chunks_of(layout: BlockLayout, rows: jax.Array) -> Chunks:
     """What a layout's inputs are, with packed rows."""
     inputs, gates = layout.inputs, layout.inputs.gates
-    channels = {name: getattr(gates, name) for name in CHANNELS}
+    channels = {name: getattr(gates, name) for name in CHANNEL_GATES}
     return Chunks(inputs.queries, inputs.keys, inputs.values, rows, gates.bias_gate, **channels)

@@ -169,6 +169,8 @@ class GateChoices:
     at 1.
     keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
     rank); "removal", a removal and a replacement key (RWKV-7).
+    erase: "all", or with what part of its key a token's error is taken (`Gates.erase`): "channels", a sigmoid of every
+    channel, and another one multiplies the values that are written (Gated DeltaNet-2).
     forget_bias: the logits' start in gates called "forget".
     """
 
@@ -180,6 +182,7 @@ class GateChoices:
     channel_steps: bool = False
     bias_gate: bool = False
     keys: Literal["projected", "complement", "removal"] = "projected"
+    erase: Literal["all", "channels"] = "all"
     forget_bias: float = OPEN_BIAS
 
     def __post_init__(self) -> None:
@@ -189,12 +192,13 @@ class GateChoices:
             "key": KEY_GATES | {None: None},
             "value": CHANNEL_GATES | {None: None},
             "keys": dict.fromkeys(("projected", "complement", "removal")),
+            "erase": dict.fromkeys(("all", "channels")),
         }
         for field, table in tables.items():
             choice = getattr(self, field)
             if isinstance(choice, str | None) and choice not in table:
                 words = ", ".join(map(repr, table))
-                own = "" if field == "keys" else ", or a LearnedGate"
+                own = "" if field in ("keys", "erase") else ", or a LearnedGate"
                 raise ValueError(f"{field} is {choice!r}: it must be one of {words}{own}.")
         if self.complement_keys and self.key is None:
             raise ValueError('key is None: keys "complement" are 1 - key retention, which needs a gate, "forget".')
@@ -269,14 +273,15 @@ class GateChoices:
             found["bias_gate"] = SOFTPLUS_ONE
         if self.removal_keys:
             found["removal_step"] = 0.0
-        return found
+        return found | (dict.fromkeys(("erase", "write"), 0.0) if self.erase == "channels" else {})
 
     def example(self, rule: MemoryRule) -> Gates:
         """Gates with a 1 for one token wherever a memory with these choices gets one: what a form is chosen by."""
         one = jnp.ones((1, 1))
         steps = dict.fromkeys(("key_step_size", "value_step_size"), one) if self.channel_steps else {}
+        erase = None if self.erase == "all" else one
         retention = {f"log_{side}_retention": one for side in ("key", "value") if getattr(self, side)}
-        return Gates(one, one if rule.algorithm.has_momentum else None, one, **retention, **steps)
+        return Gates(one, one if rule.algorithm.has_momentum else None, one, **retention, **steps, erase=erase)
 
     def _gate(self, choice: str | Gate | None, table: Mapping[str, Gate]) -> Gate | None:
         if not isinstance(choice, str):

@@ -20,6 +20,16 @@ def kimi_delta_attention() -> MemoryRule:
     return delta()
 
 
+@register_preset(gates=GateChoices(key="rate", erase="channels"))
+def gated_deltanet_2() -> MemoryRule:
+    """Diag(a) W - k^T ((b * k) Diag(a) W - w * v): what is erased and what is written have gates of their own (arXiv
+    2605.22791, equation from secondary notes and its public code).
+
+    a as Kimi's; b of every key channel and w of every value channel are sigmoids. With b = w = step it is Kimi's rule.
+    """
+    return delta()
+
+
 def delta() -> MemoryRule:
     """The delta rule whose error is taken after forgetting: what these models share, as does Gated DeltaNet."""
     return matrix(biases.l2(), algorithms.gradient_descent(decay_first=True))
