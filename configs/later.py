@@ -25,4 +25,9 @@ configs = {
     "gated_deltanet_2_340m": baseline("gated_deltanet_2", "340m"),  # 341,517,696 parameters, 5.1 GiB
     "gated_deltanet_2_760m": baseline("gated_deltanet_2", "760m"),  # 762,361,728 parameters, 11.4 GiB
     "gated_deltanet_2_1b": baseline("gated_deltanet_2", "1b"),  # 1,304,869,008 parameters, 19.4 GiB
+    # Comba
+    "comba_170m": baseline("comba", "170m"),  # 169,911,168 parameters, 2.5 GiB
+    "comba_340m": baseline("comba", "340m"),  # 339,062,016 parameters, 5.1 GiB
+    "comba_760m": baseline("comba", "760m"),  # 758,677,248 parameters, 11.3 GiB
+    "comba_1b": baseline("comba", "1b"),  # 1,300,593,504 parameters, 19.4 GiB
 }

@@ -56,6 +56,7 @@ configs = {
     "ttt_mlp_small": small("ttt_mlp"),  # 2,048,288 parameters
     "kimi_delta_attention_small": small("kimi_delta_attention"),  # 1,944,336 parameters
     "gated_deltanet_2_small": small("gated_deltanet_2"),  # 1,976,072 parameters
+    "comba_small": small("comba"),  # 1,912,624 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
 }

@@ -84,3 +84,32 @@ def test_gated_deltanet_2():
         np.testing.assert_allclose(left_values, sigmoid(write) * values, rtol=1e-12)
         np.testing.assert_array_equal(left_keys, keys)
         np.testing.assert_array_equal(gates.step_size, 1)
+
+
+def test_comba():
+    """p = b k and q - d k, b and d of the head; retention and step as Gated DeltaNet (arXiv 2506.02475)."""
+    with jax.enable_x64(True):
+        parameters, channels, x, keys, values, (left_keys, left_values, gates) = gates_of("comba")
+        assert channels == ()
+        logits = np.split(scalar_logits(parameters, x), 2, axis=-1)
+        steps = softplus(logits[0] + parameters["step_bias"][:, None])
+        np.testing.assert_allclose(gates.log_retention, -np.exp(parameters["log_rate"])[:, None] * steps, rtol=1e-12)
+        np.testing.assert_allclose(gates.step_size, sigmoid(logits[1]), rtol=1e-12)
+        part = sigmoid(parameters["erase"])[:, None]
+        np.testing.assert_allclose(gates.erase, np.broadcast_to(part, keys.shape), rtol=1e-12)
+        np.testing.assert_array_equal(left_keys, keys)
+        np.testing.assert_array_equal(left_values, values)
+
+
+def test_queries_of_comba_are_corrected():
+    config = dataclasses.replace(CONFIG, memory=MemoryConfig(preset="comba"))
+    generator = np.random.default_rng(0)
+    queries, keys = generator.normal(size=(2, 1, 5, 2, 4))
+    with jax.enable_x64(True):
+        module = MemoryGates(config, memory_rule(config.memory), rngs=nnx.Rngs(0))
+        np.testing.assert_allclose(
+            module.queries(*map(jnp.asarray, (queries, keys))), queries - 0.02 * keys, rtol=1e-12
+        )
+        module.correction[...] = jnp.asarray([0.5, -2.0])
+        corrected = module.queries(*map(jnp.asarray, (queries, keys)))
+    np.testing.assert_allclose(corrected, queries - np.array([0.5, -2.0])[:, None] * keys, rtol=1e-12)

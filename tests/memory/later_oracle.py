@@ -26,3 +26,14 @@ def gated_deltanet_2(queries, keys, values, key_retention, erase):
         state = transition @ state + np.outer(k, v)
         reads.append(state.T @ q)
     return np.array(reads)
+
+
+def comba(queries, keys, values, retention, step_size, erase):
+    """Comba (arXiv 2506.02475): S <- e^g S; u = beta (v - p^T S); S <- S + k u^T, p = b * k; queries are q - d k."""
+    state, reads = np.zeros((keys.shape[1], values.shape[1])), []
+    for q, k, v, a, beta, b in zip(queries, keys, values, retention, step_size, erase, strict=True):
+        state = a * state
+        u = beta * (v - state.T @ (b * k))
+        state = state + np.outer(k, u)
+        reads.append(state.T @ q)
+    return np.array(reads)

@@ -115,6 +115,10 @@ def draw_gated_deltanet_2(generator, time):
     return draw_gla(generator, time) | {"erase": generator.uniform(0.1, 0.9, (time, HEAD_DIM))}
 
 
+def draw_comba(generator, time):
+    return draw_gated(generator, time) | {"erase": np.full((time, HEAD_DIM), 0.7)}
+
+
 def draw_delta_product(generator, time):
     gates = {"retention": generator.uniform(0.5, 1.0, time), "step_size": generator.uniform(0.1, 0.9, (time, 2))}
     return tokens(generator, time, 2) | gates
@@ -219,6 +223,7 @@ MODELS = {
     "gated_deltanet": matrix_model("gated_deltanet", draw_gated, "retention", "step_size"),
     "kimi_delta_attention": matrix_model("kimi_delta_attention", draw_kimi, "key_retention", "step_size"),
     "gated_deltanet_2": matrix_model("gated_deltanet_2", draw_gated_deltanet_2, "key_retention", "erase"),
+    "comba": matrix_model("comba", draw_comba, "retention", "step_size", "erase"),
     "rwkv7": Model(
         presets.rwkv7(),
         draw_rwkv7,

@@ -26,6 +26,9 @@ from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate
 from titans_jax.sharding import logical
 
+FIRST_CORRECTION = 0.02
+"""What Comba's d starts at: its public code has 1, and says that 0.02 is sometimes better for small models."""
+
 
 class MemoryGates(nnx.Module):
     """The gates of every token and head from the block's input, and the keys and values that depend on gates."""
@@ -73,6 +76,13 @@ class MemoryGates(nnx.Module):
             self.removal = nnx.Param(ones(rngs.params(), (heads, config.head_dim), dtype))
             self.replacement = nnx.Param(ones(rngs.params(), (heads, config.head_dim), dtype))
 
+        if choices.erase == "head":
+            ones = logical(initializers.ones, "heads")
+            self.erase = nnx.Param(ones(rngs.params(), (heads,), dtype))
+        if choices.corrected_queries:
+            first = logical(initializers.constant(FIRST_CORRECTION), "heads")
+            self.correction = nnx.Param(first(rngs.params(), (heads,), dtype))
+
     def __call__(
         self, x: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, memory.Gates]:
@@ -101,9 +111,22 @@ class MemoryGates(nnx.Module):
         if choices.erase == "channels":
             channel["erase"], write = jax.nn.sigmoid(logits["erase"]), jax.nn.sigmoid(logits["write"])
             values = (values.astype(write.dtype) * write).astype(values.dtype)
+        if choices.erase == "head":
+            part = jax.nn.sigmoid(self.erase[...])[None, None, :, None]
+            channel["erase"] = jnp.broadcast_to(part, values.shape)
         step_size, retention = self.step_size(logits, shape), self.log_retention(logits, shape)
         momentum = jax.nn.log_sigmoid(logits["momentum"]) if "momentum" in logits else None
         return keys, values, memory.Gates(retention, momentum, step_size, mask, **channel)
+
+    def queries(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+        """The queries that read, of a token's own query and key, [b, t, h, d] each.
+
+        A read without a key, as MAC's first, takes the query as it is.
+        """
+        if not self.choices.corrected_queries:
+            return queries
+        correction = self.correction[...][None, None, :, None]
+        return (queries.astype(self.dtype) - correction * keys.astype(self.dtype)).astype(queries.dtype)
 
     def logits(self, x: jax.Array) -> dict[str, jax.Array]:
         """Scalars [b, t, h, m] and channels [b, t, h, d], by name."""

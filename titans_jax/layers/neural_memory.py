@@ -179,8 +179,9 @@ class NeuralMemory(nnx.Module):
         for name, module in self.inputs().items():
             initial_tail = None if start is None else start.tails[name]
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
+        queries = self.gates.queries(features["query"], features["key"])
         if not self.writes:
-            reads = self.retrieve(state.memory.weights, features["query"])
+            reads = self.retrieve(state.memory.weights, queries)
             return reads, MemoryLayerState(state.memory, state.tails | tails), {}
         resets = None
         if documents is not None:
@@ -191,7 +192,7 @@ class NeuralMemory(nnx.Module):
                 self.gates.error_shares(gates), keys, state.tails["steps"], state.memory.position, self.rule.chunk_size
             )
             gates = dataclasses.replace(gates, step_size=gates.step_size * left[..., None])
-        inputs = HeadInputs(features["query"], keys, values, gates, resets)
+        inputs = HeadInputs(queries, keys, values, gates, resets)
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
         report = memory_report(self.rule, self.params(), gates, values, surprise, after.weights)
         return reads, MemoryLayerState(after, tails), report

@@ -40,7 +40,7 @@ REFLECTIONS = {"Z2": 1, "S3": 2, "A5": 2, "S5": 4}
 
 POSITIVE = (
     "retnet", "linear_attention", "dfw", "lightning_attention", "gla", "mamba2", "hgrn2", "deltanet", "longhorn",
-    "gated_deltanet", "mesa", "kimi_delta_attention", "gated_deltanet_2",
+    "gated_deltanet", "mesa", "kimi_delta_attention", "gated_deltanet_2", "comba",
 )  # fmt: skip
 """Presets whose transitions have eigenvalues in [0, 1] only."""
 

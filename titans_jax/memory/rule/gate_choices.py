@@ -170,7 +170,9 @@ class GateChoices:
     keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
     rank); "removal", a removal and a replacement key (RWKV-7).
     erase: "all", or with what part of its key a token's error is taken (`Gates.erase`): "channels", a sigmoid of every
-    channel, and another one multiplies the values that are written (Gated DeltaNet-2).
+    channel, and another one multiplies the values that are written (Gated DeltaNet-2); "head", the sigmoid of a learned
+    number of every head, at first 0.73 (Comba).
+    corrected_queries: q - d k takes the place of the query q, d a learned number of every head (Comba).
     forget_bias: the logits' start in gates called "forget".
     """
 
@@ -182,7 +184,8 @@ class GateChoices:
     channel_steps: bool = False
     bias_gate: bool = False
     keys: Literal["projected", "complement", "removal"] = "projected"
-    erase: Literal["all", "channels"] = "all"
+    erase: Literal["all", "channels", "head"] = "all"
+    corrected_queries: bool = False
     forget_bias: float = OPEN_BIAS
 
     def __post_init__(self) -> None:
@@ -192,7 +195,7 @@ class GateChoices:
             "key": KEY_GATES | {None: None},
             "value": CHANNEL_GATES | {None: None},
             "keys": dict.fromkeys(("projected", "complement", "removal")),
-            "erase": dict.fromkeys(("all", "channels")),
+            "erase": dict.fromkeys(("all", "channels", "head")),
         }
         for field, table in tables.items():
             choice = getattr(self, field)

@@ -20,12 +20,22 @@ def kimi_delta_attention() -> MemoryRule:
     return delta()
 
 
+@register_preset(gates=GateChoices("rate", "sigmoid", erase="head", corrected_queries=True))
+def comba() -> MemoryRule:
+    """a W - step k^T (p a W - v) with p = b k, read with q - d k (arXiv 2506.02475).
+
+    a and step as in Gated DeltaNet; b, a sigmoid, and d are learned numbers of every head. The equations are from
+    secondary notes and public code.
+    """
+    return delta()
+
+
 @register_preset(gates=GateChoices(key="rate", erase="channels"))
 def gated_deltanet_2() -> MemoryRule:
-    """Diag(a) W - k^T ((b * k) Diag(a) W - w * v): what is erased and what is written have gates of their own (arXiv
-    2605.22791, equation from secondary notes and its public code).
+    """Diag(a) W - k^T ((b * k) Diag(a) W - w * v): erasing and writing have gates of their own (arXiv 2605.22791).
 
     a as Kimi's; b of every key channel and w of every value channel are sigmoids. With b = w = step it is Kimi's rule.
+    The equation is from secondary notes and public code.
     """
     return delta()
 
