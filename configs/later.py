@@ -30,4 +30,14 @@ configs = {
     "comba_340m": baseline("comba", "340m"),  # 339,062,016 parameters, 5.1 GiB
     "comba_760m": baseline("comba", "760m"),  # 758,677,248 parameters, 11.3 GiB
     "comba_1b": baseline("comba", "1b"),  # 1,300,593,504 parameters, 19.4 GiB
+    # Preconditioned Gated DeltaNet
+    "preconditioned_deltanet_170m": baseline("preconditioned_deltanet", "170m"),  # 170,206,656 parameters, 2.5 GiB
+    "preconditioned_deltanet_340m": baseline("preconditioned_deltanet", "340m"),  # 339,849,600 parameters, 5.1 GiB
+    "preconditioned_deltanet_760m": baseline("preconditioned_deltanet", "760m"),  # 759,858,048 parameters, 11.3 GiB
+    "preconditioned_deltanet_1b": baseline("preconditioned_deltanet", "1b"),  # 1,301,183,760 parameters, 19.4 GiB
+    # Preconditioned Kimi Delta Attention
+    "preconditioned_kimi_170m": baseline("preconditioned_kimi", "170m"),  # 170,667,072 parameters, 2.5 GiB
+    "preconditioned_kimi_340m": baseline("preconditioned_kimi", "340m"),  # 341,077,632 parameters, 5.1 GiB
+    "preconditioned_kimi_760m": baseline("preconditioned_kimi", "760m"),  # 761,700,480 parameters, 11.4 GiB
+    "preconditioned_kimi_1b": baseline("preconditioned_kimi", "1b"),  # 1,303,321,584 parameters, 19.4 GiB
 }

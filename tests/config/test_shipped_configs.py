@@ -19,7 +19,13 @@ TITANS = ("lmm", "mac", "mag", "mal", "transformer")
 BASELINES = (
     "retnet", "gla", "mamba2", "deltanet", "ttt_linear", "ttt_mlp", "gated_deltanet", "gated_deltanet_h2",
 )  # fmt: skip
-LATER = ("kimi_delta_attention", "gated_deltanet_2", "comba")
+LATER = (
+    "kimi_delta_attention",
+    "gated_deltanet_2",
+    "comba",
+    "preconditioned_deltanet",
+    "preconditioned_kimi",
+)
 MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
 TEXTS = {file.stem: file.read_text() for file in folder().glob("*.py")}
 STATED = {

@@ -37,3 +37,21 @@ def comba(queries, keys, values, retention, step_size, erase):
         state = state + np.outer(k, u)
         reads.append(state.T @ q)
     return np.array(reads)
+
+
+def preconditioned_deltanet(queries, keys, values, retention, step_size, key_step_size):
+    """Preconditioned DeltaNet (arXiv 2604.21100): S <- a S; u = beta (v - k^T S); S <- S + (m * k) u^T."""
+    return preconditioned_kimi(
+        queries, keys, values, np.repeat(retention[:, None], keys.shape[1], axis=1), step_size, key_step_size
+    )
+
+
+def preconditioned_kimi(queries, keys, values, key_retention, step_size, key_step_size):
+    """The same with a decay of every channel."""
+    state, reads = np.zeros((keys.shape[1], values.shape[1])), []
+    for q, k, v, a, beta, m in zip(queries, keys, values, key_retention, step_size, key_step_size, strict=True):
+        state = a[:, None] * state
+        u = beta * (v - state.T @ k)
+        state = state + np.outer(m * k, u)
+        reads.append(state.T @ q)
+    return np.array(reads)

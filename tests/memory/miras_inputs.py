@@ -119,6 +119,10 @@ def draw_comba(generator, time):
     return draw_gated(generator, time) | {"erase": np.full((time, HEAD_DIM), 0.7)}
 
 
+def draw_preconditioned(draw, generator, time):
+    return draw(generator, time) | {"key_step_size": generator.uniform(0.7, 1.4, (time, HEAD_DIM))}
+
+
 def draw_delta_product(generator, time):
     gates = {"retention": generator.uniform(0.5, 1.0, time), "step_size": generator.uniform(0.1, 0.9, (time, 2))}
     return tokens(generator, time, 2) | gates
@@ -224,6 +228,20 @@ MODELS = {
     "kimi_delta_attention": matrix_model("kimi_delta_attention", draw_kimi, "key_retention", "step_size"),
     "gated_deltanet_2": matrix_model("gated_deltanet_2", draw_gated_deltanet_2, "key_retention", "erase"),
     "comba": matrix_model("comba", draw_comba, "retention", "step_size", "erase"),
+    "preconditioned_deltanet": matrix_model(
+        "preconditioned_deltanet",
+        functools.partial(draw_preconditioned, draw_gated),
+        "retention",
+        "step_size",
+        "key_step_size",
+    ),
+    "preconditioned_kimi": matrix_model(
+        "preconditioned_kimi",
+        functools.partial(draw_preconditioned, draw_kimi),
+        "key_retention",
+        "step_size",
+        "key_step_size",
+    ),
     "rwkv7": Model(
         presets.rwkv7(),
         draw_rwkv7,

@@ -26,6 +26,9 @@ from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate
 from titans_jax.sharding import logical
 
+# Small: at first every token has nearly the same gates.
+HEAD_KERNEL = logical(initializers.truncated_normal(0.1), None, "heads", None)
+"""The start of a kernel [dim, heads, n] of scalar logits."""
 FIRST_CORRECTION = 0.02
 """What Comba's d starts at: its public code has 1, and says that 0.02 is sometimes better for small models."""
 
@@ -43,9 +46,7 @@ class MemoryGates(nnx.Module):
         self.scalars = {name: width for name, (width, _) in scalars.items()}
         if self.scalars:
             width = sum(self.scalars.values())
-            # Small: at first every token has nearly the same gates.
-            kernel = logical(initializers.truncated_normal(0.1), None, "heads", None)
-            self.kernel = nnx.Param(kernel(rngs.params(), (config.dim, heads, width), dtype))
+            self.kernel = nnx.Param(HEAD_KERNEL(rngs.params(), (config.dim, heads, width), dtype))
             starts = [jnp.full((heads, width), bias, dtype) for width, bias in scalars.values()]
             start = jnp.concatenate(starts, axis=1)
             self.bias = nnx.Param(logical(lambda: start, "heads", None)())
@@ -132,9 +133,7 @@ class MemoryGates(nnx.Module):
         """Scalars [b, t, h, m] and channels [b, t, h, d], by name."""
         found = {}
         if self.scalars:
-            kernel = self.kernel[...]
-            scaled = x.astype(kernel.dtype) * x.shape[-1] ** -0.5
-            logits = jnp.einsum("btd,dhk->bthk", scaled, kernel) + self.bias[...][None, None]
+            logits = head_logits(self.kernel[...], self.bias[...], x)
             splits, total = [], 0
             for width in self.scalars.values():
                 splits.append(total := total + width)
@@ -210,6 +209,12 @@ class MemoryGates(nnx.Module):
             "key_step_size": jnp.stack([amount, jnp.ones_like(amount)], axis=3),
             "bias_gate": slope,
         }  # fmt: skip
+
+
+def head_logits(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+    """x [b, t, dim] -> [b, t, h, n] by a kernel [dim, h, n] and a bias [h, n], in their dtype."""
+    scaled = x.astype(kernel.dtype) * x.shape[-1] ** -0.5
+    return jnp.einsum("btd,dhk->bthk", scaled, kernel) + bias[None, None]
 
 
 def rate_parameters(heads: int, dtype: jnp.dtype, channels: int | None = None) -> tuple[nnx.Param, nnx.Param]:

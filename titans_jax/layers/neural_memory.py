@@ -27,6 +27,7 @@ from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import MemoryGates
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.norms import RMSNorm, side_by_side
+from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.sharding import (
@@ -43,8 +44,8 @@ READS = "memory_reads"
 
 
 class MemoryLayerState(NamedTuple):
-    """What the layer carries: the memory of every head [b, h, ...]; by name, the last inputs of its convolutions, and
-    as "steps" the last keys and their steps, where steps are shared."""
+    """What the layer carries: the memory of every head [b, h, ...]; by name, the last inputs of its convolutions, as
+    "steps" the last keys and their steps, where steps are shared, and as "squares" the sums of a preconditioner."""
 
     memory: memory.MemoryState
     tails: dict[str, jax.Array | StepTail]
@@ -128,6 +129,7 @@ class NeuralMemory(nnx.Module):
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
         shared = config.memory.share_steps and config.memory.step_unit == "error" and choices.bounded
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
+        self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
         self.norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.output_gate = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.output_projection = projection(
@@ -187,6 +189,12 @@ class NeuralMemory(nnx.Module):
         if documents is not None:
             mask, resets = documents.mask, documents.starts
         keys, values, gates = self.gates(x, features["key"], features["value"], mask)
+        if self.preconditioner is not None:
+            initial = None if start is None else start.tails["squares"]
+            factors, tails["squares"] = self.preconditioner(
+                x, features["key"], state.tails["squares"], mask, documents, initial
+            )
+            gates = dataclasses.replace(gates, key_step_size=factors)
         if self.shares_steps:
             left, tails["steps"] = shared_steps(
                 self.gates.error_shares(gates), keys, state.tails["steps"], state.memory.position, self.rule.chunk_size
@@ -232,6 +240,8 @@ class NeuralMemory(nnx.Module):
         if self.shares_steps:
             sizes = self.num_heads, self.head_dim, self.rule.chunk_size
             tails["steps"] = init_tail(*sizes, self.dtype, wide_dtype(self.dtype))
+        if self.preconditioner is not None:
+            tails["squares"] = jnp.zeros((self.num_heads, self.head_dim), wide_dtype(self.dtype))
         state = MemoryLayerState(_replace(first, position=0), tails)
         if persistent is None:
             return state

@@ -86,6 +86,7 @@ def test_every_word_for_a_step_size_steps_forward():
         ({"key": "keep"}, "key is 'keep': it must be one of 'forget', 'gla', 'rwkv', 'rate', None, or a LearnedGate."),
         ({"keys": "both"}, "keys is 'both': it must be one of 'projected', 'complement', 'removal'."),
         ({"erase": "keys"}, "erase is 'keys': it must be one of 'all', 'channels', 'head'."),
+        ({"preconditioned": True, "channel_steps": True}, "preconditioned is True"),
         ({"keys": "complement"}, "key is None"),
         ({"lower_bound": True}, "key is None"),
         ({"step_size": "rate"}, 'step_size is "rate": it is the step of a retention "rate"'),

@@ -173,7 +173,10 @@ class GateChoices:
     channel, and another one multiplies the values that are written (Gated DeltaNet-2); "head", the sigmoid of a learned
     number of every head, at first 0.73 (Comba).
     corrected_queries: q - d k takes the place of the query q, d a learned number of every head (Comba).
+    preconditioned: the written key is divided by how often keys had its channels (`layers.preconditioner`).
     forget_bias: the logits' start in gates called "forget".
+
+    Raises ValueError for choices that are none, or exclude each other.
     """
 
     retention: str | Gate = "keep"
@@ -186,6 +189,7 @@ class GateChoices:
     keys: Literal["projected", "complement", "removal"] = "projected"
     erase: Literal["all", "channels", "head"] = "all"
     corrected_queries: bool = False
+    preconditioned: bool = False
     forget_bias: float = OPEN_BIAS
 
     def __post_init__(self) -> None:
@@ -207,6 +211,11 @@ class GateChoices:
             raise ValueError('key is None: keys "complement" are 1 - key retention, which needs a gate, "forget".')
         if self.lower_bound and self.key is None:
             raise ValueError('key is None: lower_bound bounds key retention, which needs a gate, "forget".')
+        if self.preconditioned and (self.channel_steps or self.keys != "projected"):
+            raise ValueError(
+                "preconditioned is True: the steps of its channels are those of one projected key; use channel_steps "
+                'False and keys "projected".'
+            )
         if self.step_size_gate == Rate() and self.retention_gate != Rate():
             raise ValueError('step_size is "rate": it is the step of a retention "rate", which this is not.')
 
@@ -282,6 +291,7 @@ class GateChoices:
         """Gates with a 1 for one token wherever a memory with these choices gets one: what a form is chosen by."""
         one = jnp.ones((1, 1))
         steps = dict.fromkeys(("key_step_size", "value_step_size"), one) if self.channel_steps else {}
+        steps |= {"key_step_size": one} if self.preconditioned else {}
         erase = None if self.erase == "all" else one
         retention = {f"log_{side}_retention": one for side in ("key", "value") if getattr(self, side)}
         return Gates(one, one if rule.algorithm.has_momentum else None, one, **retention, **steps, erase=erase)

@@ -40,6 +40,21 @@ def gated_deltanet_2() -> MemoryRule:
     return delta()
 
 
+@register_preset(gates=GateChoices("rate", "sigmoid", preconditioned=True))
+def preconditioned_deltanet() -> MemoryRule:
+    """a W - step (m * k)^T (k a W - v): Gated DeltaNet whose written key is preconditioned (arXiv 2604.21100).
+
+    m is in `key_step_size`; `titans_jax.layers.preconditioner` has its equations, and where they are from.
+    """
+    return delta()
+
+
+@register_preset(gates=GateChoices(step_size="sigmoid", key="rate", preconditioned=True))
+def preconditioned_kimi() -> MemoryRule:
+    """Diag(a) W - step (m * k)^T (k Diag(a) W - v): Kimi Delta Attention, preconditioned alike (arXiv 2604.21100)."""
+    return delta()
+
+
 def delta() -> MemoryRule:
     """The delta rule whose error is taken after forgetting: what these models share, as does Gated DeltaNet."""
     return matrix(biases.l2(), algorithms.gradient_descent(decay_first=True))
