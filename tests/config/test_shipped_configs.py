@@ -27,6 +27,7 @@ LATER = (
     "preconditioned_kimi",
 )
 MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
+ATLAS = ("omeganet", "omeganet_h")
 TEXTS = {file.stem: file.read_text() for file in folder().glob("*.py")}
 STATED = {
     name: (int(parameters.replace(",", "")), gibibytes)
@@ -42,10 +43,11 @@ def test_all_are_there():
     titans = {f"{model}_{size}" for model in TITANS for size in SIZES}
     sizes = ("170m", "340m", "760m", "1b")
     miras = {f"{model}_{size}" for model in MIRAS for size in sizes}
+    atlas = {f"{model}_{size}" for model in ATLAS for size in sizes}
     baselines = {f"{model}_{size}" for model in (*BASELINES, *LATER) for size in sizes}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
-    assert set(CONFIGS) == titans | miras | baselines | rest | {"quickstart", "gated_deltanet_h2_small"}
-    assert (len(titans), len(miras), len(rest)) == (25, 24, 15 + len(LATER))
+    assert set(CONFIGS) == titans | miras | atlas | baselines | rest | {"quickstart", "gated_deltanet_h2_small"}
+    assert (len(titans), len(miras), len(rest)) == (25, 24, 16 + len(LATER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
 
 
@@ -70,13 +72,13 @@ def test_config_is_valid_and_as_large_as_its_line_says(name):
 def test_models_of_a_size_have_as_many_parameters(size):
     """Within 2 % of each other, and the name says how many, but for 1b, which is the paper's 1.3B."""
     counts = [count for name, (count, _) in STATED.items() if name.endswith(f"_{size}")]
-    assert len(counts) == (5 if size == "400m" else 19 + len(LATER))
+    assert len(counts) == (5 if size == "400m" else 21 + len(LATER))
     assert max(counts) < 1.02 * min(counts)
     named = 1.3e9 if size == "1b" else float(size[:-1]) * 1e6
     assert counts == pytest.approx([named] * len(counts), rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["titans", "miras", "baselines", "later"])
+@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "baselines", "later"])
 def test_the_table_of_sizes_in_a_docstring_is_true(family):
     """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""
     docstring = ast.get_docstring(ast.parse(TEXTS[family]))

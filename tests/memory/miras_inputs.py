@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import later_oracle
 import miras_oracle as oracle
 import numpy as np
+import omega_oracle
 
 from titans_jax import memory
 from titans_jax.memory import presets
@@ -21,7 +22,7 @@ HEAD_DIM = 6
 TIME = 14  # of chunks of four: three and a remainder
 FORMS = ("recurrent", "associative", "chunked")  # that run every rule; test_fused has the fourth
 RETENTIONS = ("retention", "momentum", "key_retention", "value_retention")
-GATES = (*RETENTIONS, "step_size", "key_step_size", "value_step_size", "bias_gate", "erase")
+GATES = (*RETENTIONS, "step_size", "key_step_size", "value_step_size", "bias_gate", "erase", "window_weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,13 @@ def draw_titans(generator, time):
     return draw_deep(generator, time) | {"momentum": generator.uniform(0.1, 0.9, (time, 2))}
 
 
+def draw_omega(generator, time, window=3, momentum=False):
+    """Weights of a window of 3 sum to 2 in the mean, and a token's steps to those of the others."""
+    inputs = draw_titans(generator, time) if momentum else draw_deep(generator, time)
+    weights = generator.uniform(0.0, 1.0, (time, window - 1))
+    return inputs | {"step_size": inputs["step_size"] / 2, "window_weight": weights}
+
+
 def draw_channels(generator, time):
     """draw_deep with every channel-wise gate (memory/README.md, Gates)."""
     retentions = {"key_retention": channels(generator, time), "value_retention": channels(generator, time)}
@@ -196,6 +204,17 @@ def deep_model(name, draw, chunk_size=4, *extra, **options):
         return getattr(oracle, name)(*start, chunk_size, **gates(x))
 
     return Model(rule, draw, expect)
+
+
+def omega_model(rule, window=3, momentum=False):
+    """A rule with a window of tokens."""
+
+    def expect(x, params):
+        slow = (params["weights"], params.get("norm_scale"), params.get("degree_scale"))
+        tokens = (x["queries"], x["keys"], x["values"])
+        return omega_oracle.omega(*tokens, *slow, window=window, chunk_size=rule.chunk_size, **gates(x))
+
+    return Model(rule, functools.partial(draw_omega, window=window, momentum=momentum), expect)
 
 
 def constant_model(name):
@@ -264,6 +283,7 @@ MODELS = {
     "ttt_linear": deep_model("ttt_linear", draw_ttt),
     "ttt_mlp": deep_model("ttt_mlp", draw_ttt, expansion=2),
     "titans": deep_model("titans", draw_titans, expansion=2),
+    "omeganet": omega_model(presets.omeganet(3, expansion=2, chunk_size=4, degree=2)),
     "yaad": deep_model("yaad", draw_yaad, expansion=2),
     "moneta": deep_model("moneta", draw_channels, 4, 3.0, 4.0, expansion=2),
     "memora": deep_model("memora", draw_memora, 4, "simplex_size", expansion=2),
@@ -287,6 +307,7 @@ def memorize(rule, form, params, x):
         key_step_size=x.get("key_step_size"),
         value_step_size=x.get("value_step_size"),
         erase=x.get("erase"),
+        window_weight=x.get("window_weight"),
     )
     state = x["state"] if "state" in x else memory.init_state(rule, params)
     arrays = (x[name] for name in ("queries", "keys", "values"))
@@ -323,10 +344,14 @@ def rows(model, inputs):
 
     weights = tuple(repeat(w) for w in model.params["weights"])
     momentum = tuple(np.zeros_like(w) for w in weights) if model.rule.algorithm.has_momentum else ()
+    reach, window = model.rule.algorithm.window - 1, None
+    if reach:
+        token = np.zeros((count, reach, HEAD_DIM))
+        window = memory.state.WindowTokens(token, token, np.zeros((count, reach, len(weights))))
     return {name: repeat(leaf) for name, leaf in inputs.items()} | {
         "mask": np.ones((count, TIME), bool),
         "resets": np.zeros((count, TIME), bool),
-        "state": memory.MemoryState(weights, momentum, weights, np.zeros(count, np.int32)),
+        "state": memory.MemoryState(weights, momentum, weights, np.zeros(count, np.int32), window),
     }
 
 

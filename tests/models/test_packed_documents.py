@@ -67,6 +67,14 @@ def test_any_documents_fit_with_slack(kind):
 
 
 @pytest.mark.slow
+def test_documents_do_not_reach_into_each_other_s_windows():
+    """Each begins with the window that the persistent tokens left, and shares its steps as alone."""
+    with jax.enable_x64(True):
+        config = small.config("lmm", memory={"preset": "omeganet"} | small.SHARED, depth=1)
+        assert_documents_alone(config, [pack(lengths, 32, small.CHUNK) for lengths in ([5, 9, 3], [8, 1, 7], [32])])
+
+
+@pytest.mark.slow
 def test_packed_documents_in_float32():
     config = small.config("mac", dtype="float32", document_slack=4 * small.SEGMENT, memory={"max_step_size": 0.1})
     rows = [pack(lengths, 32) for lengths in ([5, 9, 3], [1, 1, 30], [32], [8, 7])]

@@ -192,6 +192,8 @@ def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, hea
     if rule.bias.takes_gate:
         slopes = jnp.broadcast_to(jnp.arange(steps, 0, -1, dtype=jnp.float32) - 1, inner)
         channel["bias_gate"] = slopes if rule.bias.affine else jax.nn.softplus(normal(*inner))
+    if rule.algorithm.window > 1:
+        channel["window_weight"] = jax.nn.sigmoid(normal(*tokens, rule.algorithm.window - 1))
     gates = memory.Gates(
         log_retention=jax.nn.log_sigmoid(normal(*tokens, matrices) + 4),
         log_momentum=jax.nn.log_sigmoid(normal(*tokens, matrices)) if rule.algorithm.has_momentum else None,

@@ -1,4 +1,4 @@
-"""The settings of the experiments of the Titans and Miras papers, which configs/titans.py and configs/miras.py name."""
+"""The settings of the experiments of the Titans, Miras and ATLAS papers, which configs/ names in a file for each."""
 
 from dataclasses import dataclass, replace
 
@@ -61,6 +61,12 @@ def titans(block: str, size: str) -> Config:
 def miras(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
     """An experiment of the Miras paper: its memories have no persistent tokens."""
     return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0)
+
+
+def atlas(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
+    """An experiment of the ATLAS paper (arXiv 2505.23735, by secondary notes): Titans' sizes, one learning rate."""
+    config = experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0)
+    return replace(config, optimizer=replace(config.optimizer, learning_rate=4e-4))
 
 
 def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from titans_jax.memory.rule.presets import Preset
     from titans_jax.memory.rule.rule import MemoryRule
 
-CONFIGURED = ("depth", "expansion", "chunk_size", "p", "q", "steps")
+CONFIGURED = ("depth", "expansion", "chunk_size", "p", "q", "steps", "omega_window")
 """Fields that an argument of the same name of a preset, or of a part, is set by."""
 
 
@@ -44,7 +44,8 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     """
     from titans_jax.memory.rule.gate_choices import OPEN_BIAS
 
-    gates, changed, to_start = _preset(config).gates, {}, memory_rule(config).forget_to_start
+    gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
+    to_start = rule.forget_to_start
     if config.forget_bias is not None:
         changed["forget_bias"] = config.forget_bias
     elif to_start:
@@ -54,6 +55,11 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
         changed["retention"] = "forget"
     elif not keeps and config.forget == "never":
         changed |= {"retention": "keep", "key": None, "value": None}
+    if config.channel_retention not in (None, "none") and rule.algorithm.window > 1:
+        raise ConfigError(
+            f"model.memory.channel_retention is {config.channel_retention}; use None, as {config.preset} weighs whole "
+            "tokens of its window"
+        )
     if config.channel_retention is not None:
         sides = {"none": (), "both": ("key", "value")}.get(config.channel_retention, (config.channel_retention,))
         changed |= {side: "forget" if side in sides else None for side in ("key", "value")}
@@ -81,6 +87,11 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     from titans_jax.memory.rule.biases import BIASES
     from titans_jax.memory.rule.retentions import RETENTIONS
 
+    if config.omega_window is not None and not 1 <= config.omega_window <= config.chunk_size:
+        raise ConfigError(
+            f"model.memory.omega_window is {config.omega_window}; use None, or 1 to chunk_size {config.chunk_size}, as "
+            "it reaches at most into the chunk before"
+        )
     rule = _make(_preset(config).make, config)
     choices = {}
     for field, registry in (("architecture", ARCHITECTURES), ("bias", BIASES), ("retention", RETENTIONS)):
@@ -93,13 +104,16 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     if "architecture" in choices:  # a memory of several matrices that starts at zero would stay there
         choices["learned_start"] = rule.learned_start or not choices["architecture"].linear
     if config.momentum is not None and config.momentum != rule.algorithm.has_momentum:
-        plain = algorithms.gradient_descent()
-        if rule.algorithm not in (plain, algorithms.momentum()):
+        plain, fields = algorithms.gradient_descent(), {f.name for f in dataclasses.fields(rule.algorithm)}
+        if "has_momentum" in fields:
+            choices["algorithm"] = dataclasses.replace(rule.algorithm, has_momentum=config.momentum)
+        elif rule.algorithm not in (plain, algorithms.momentum()):
             raise ConfigError(
                 f"model.memory.momentum is {config.momentum}; the algorithm of {config.preset}, {rule.algorithm}, "
                 "knows no momentum: leave it None"
             )
-        choices["algorithm"] = algorithms.momentum() if config.momentum else plain
+        else:
+            choices["algorithm"] = algorithms.momentum() if config.momentum else plain
     rule = dataclasses.replace(rule, **choices)
     # Linear recurrent models start from zero, and a lag token is defined by the weights themselves.
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags

@@ -54,6 +54,9 @@ class MemoryConfig:
     """Exponent of Moneta's L_q retention, and of `retention` "norm_power"."""
     steps: int = 2
     """Inner steps per token of delta_product. Ignored by other presets."""
+    omega_window: int | None = None
+    """Tokens whose losses omeganet descends together, at most `chunk_size`; None is 16, or `chunk_size` where that is
+    shorter. Ignored by other presets."""
     gate_rank: int = 32
     """Width that channel-wise gates are computed through."""
     chunk_size: int = 16

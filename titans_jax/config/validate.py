@@ -139,7 +139,12 @@ def _validate_model(model: ModelConfig) -> None:
         )
     if model.head_dim % 2:
         raise ConfigError(f"model.head_dim is {model.head_dim}; use an even number, for the rotary embedding")
-    memory_rule(model.memory)
+    try:
+        memory_rule(model.memory).shapes(model.head_dim)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"model.memory.architecture: {str(error).rstrip('.')}") from error
 
 
 def _validate_batch(config: Config) -> None:

@@ -117,6 +117,9 @@ class MemoryGates(nnx.Module):
             channel["erase"] = jnp.broadcast_to(part, values.shape)
         step_size, retention = self.step_size(logits, shape), self.log_retention(logits, shape)
         momentum = jax.nn.log_sigmoid(logits["momentum"]) if "momentum" in logits else None
+        if "window_weight" in logits:
+            channel["window_weight"] = jax.nn.sigmoid(logits["window_weight"])
+            step_size /= window_total(channel["window_weight"])
         return keys, values, memory.Gates(retention, momentum, step_size, mask, **channel)
 
     def queries(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
@@ -180,10 +183,12 @@ class MemoryGates(nnx.Module):
                 return self.constant(gate, (*shape, self.steps))
 
     def error_shares(self, gates: memory.Gates) -> jax.Array:
-        """The share of its error that each token's step removes from a fresh memory, momentum and all: [b, t, h], 0 at
-        padding."""
+        """The share of its error that each token's step removes from a fresh memory, momentum, window and all:
+        [b, t, h], 0 at padding."""
         unit = step_size_bound(self.config) / self.config.memory.max_step_size  # the step that removes all of it
         shares = jnp.mean(gates.step_size, axis=-1) / unit
+        if gates.window_weight is not None:
+            shares *= window_total(gates.window_weight)[..., 0]
         if gates.log_momentum is not None:  # the sum of a step and of what momentum makes of it
             shares /= jnp.maximum(-jnp.expm1(jnp.mean(gates.log_momentum, axis=-1)), 1e-3)
         return shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)
@@ -226,6 +231,15 @@ def rate_parameters(heads: int, dtype: jnp.dtype, channels: int | None = None) -
     if channels is not None:
         bias, axes = jnp.broadcast_to(bias[None], (heads, channels)), ("heads", None)
     return nnx.Param(logical(lambda: rate, "heads")()), nnx.Param(logical(lambda: bias, *axes)())
+
+
+def window_total(window_weight: jax.Array) -> jax.Array:
+    """The sum of the weights that a token gives its window, its own 1 among them, [..., w - 1] -> [..., 1].
+
+    A token's step is taken as often as it is in a window, with weights that later tokens choose; by its own weights, it
+    is made so much smaller that all of it together is one step (memory/README.md, The Omega rule).
+    """
+    return 1 + jnp.sum(window_weight, axis=-1, keepdims=True)
 
 
 def at_least(logit: jax.Array, log_gate: jax.Array) -> jax.Array:

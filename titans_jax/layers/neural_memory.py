@@ -246,10 +246,8 @@ class NeuralMemory(nnx.Module):
         if persistent is None:
             return state
         _, state, _ = self.memorize(persistent[None], broadcast(state, 1))
-        (weights, momentum), tails = jax.tree.map(
-            lambda leaf: leaf[0], ((state.memory.weights, state.memory.momentum), state.tails)
-        )
-        return MemoryLayerState(memory.MemoryState(weights, momentum, anchor=weights, position=0), tails)
+        after, tails = jax.tree.map(lambda leaf: leaf[0], (_replace(state.memory, position=None), state.tails))
+        return MemoryLayerState(memory.start_chunk(after), tails)
 
     def init_state(self, batch: int, persistent: jax.Array | None = None) -> MemoryLayerState:
         """`start` for every row of a batch, as arrays only: the state that streaming starts with."""

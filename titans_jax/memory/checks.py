@@ -28,6 +28,13 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
             f"state.momentum has {len(state.momentum)} matrices: {rule.algorithm} needs a state made by "
             "init_state(rule, params)."
         )
+    reach = rule.algorithm.window - 1
+    kept = 0 if state.window is None else state.window.keys.shape[0]
+    if kept != reach:
+        raise ValueError(
+            f"state.window has {kept} tokens: {rule.algorithm} needs {reach}, as in a state made by init_state(rule, "
+            "params)."
+        )
     written = (time, head_dim) if steps == 1 else (time, steps, head_dim)
     for name, x in (("keys", inputs.keys), ("values", inputs.values)):
         if x.shape != written or x.dtype != queries.dtype:
@@ -48,7 +55,18 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
         "key_step_size": (written,),
         "value_step_size": (written,),
         "erase": (written,),
+        "window_weight": ((time, reach),),
     }
+    if (gates.window_weight is None) != (reach == 0):
+        raise ValueError(
+            f"gates.window_weight is {'None' if gates.window_weight is None else 'given'}: {rule.algorithm} needs "
+            + ("None." if reach == 0 else f"one weight per token and token before it, shape ({time}, {reach}).")
+        )
+    if reach and gates.channel_wise:
+        raise ValueError(
+            f"gates has a channel-wise retention or step size: {rule.algorithm} weighs whole tokens of its window; use "
+            "None for them."
+        )
     for name, allowed in shapes.items():
         x = getattr(gates, name)
         if x is not None and x.shape not in allowed:

@@ -35,6 +35,9 @@ class Gates:
     token's error is taken with, and not the key that is written: what of the memory is erased is another part than what
     is written (Gated DeltaNet-2, arXiv 2605.22791).
 
+    window_weight: gamma in [0, 1], [time, window - 1], of an algorithm with a window: entry j - 1 of token t weighs the
+    step of token t - j in that of token t, whose own weight is 1 (ATLAS, arXiv 2505.23735); None for all others.
+
     With n inner steps per token, step_size is [time, n] or [time, n, matrices], the channel-wise step sizes and erase
     [time, n, head_dim], bias_gate [time, n] or [time, n, head_dim]; retention acts once, with the first step.
     """
@@ -49,20 +52,31 @@ class Gates:
     key_step_size: jax.Array | None = None
     value_step_size: jax.Array | None = None
     erase: jax.Array | None = None
+    window_weight: jax.Array | None = None
 
     @classmethod
-    def from_values(cls, forget: jax.Array, momentum: jax.Array | None, step_size: jax.Array, mask=None) -> Gates:
-        """Gates from the papers' alpha, eta, theta (Titans eq 8-14), each in [0, 1] but theta, which is >= 0.
+    def from_values(
+        cls,
+        forget: jax.Array,
+        momentum: jax.Array | None,
+        step_size: jax.Array,
+        mask: jax.Array | None = None,
+        window_weight: jax.Array | None = None,
+    ) -> Gates:
+        """Gates from the papers' alpha, eta, theta (Titans eq 8-14) and gamma (ATLAS), each in [0, 1] but theta, which
+        is >= 0.
 
         Raises ValueError for values outside these ranges, where they are known (not under `jax.jit`).
         """
-        for name, x, most in (("forget", forget, 1), ("momentum", momentum, 1), ("step_size", step_size, jnp.inf)):
+        ranges = {"forget": (forget, 1), "momentum": (momentum, 1), "window_weight": (window_weight, 1)}
+        for name, (x, most) in (ranges | {"step_size": (step_size, jnp.inf)}).items():
             check_range(name, x, most)
 
         def log(x):
             return jnp.log(jnp.maximum(x, SMALLEST_RETENTION))
 
-        return cls(log(1 - forget), None if momentum is None else log(momentum), step_size, mask)
+        log_momentum = None if momentum is None else log(momentum)
+        return cls(log(1 - forget), log_momentum, step_size, mask, window_weight=window_weight)
 
     def scalars(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """(log_retention, log_momentum, step_size), the leaves that weigh tokens."""
@@ -95,6 +109,6 @@ def complete_gates(rule: MemoryRule, gates: Gates, keys: jax.Array, matrices: in
         return jnp.broadcast_to(x, (x.shape[0], max(width, x.shape[1])))
 
     step_size = rule.algorithm.step_size(full(gates.step_size, matrices), to_state_dtype(keys))
-    cast = {name: full(getattr(gates, name), 1) for name in ("bias_gate", *CHANNEL_GATES)}
+    cast = {name: full(getattr(gates, name), 1) for name in ("bias_gate", *CHANNEL_GATES, "window_weight")}
     momentum = full(gates.log_momentum, matrices) if rule.algorithm.has_momentum else None
     return Gates(full(gates.log_retention, matrices), momentum, step_size, gates.mask, **cast)

@@ -23,6 +23,7 @@ from titans_jax.memory.forms import associative, chunked, recurrent
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
 from titans_jax.memory.forms.inner_gradient import read, readable_weights
 from titans_jax.memory.forms.inner_steps import join_inner_steps, unroll_inner_steps
+from titans_jax.memory.forms.omega_window import no_tokens
 from titans_jax.memory.gates import Gates, complete_gates
 from titans_jax.memory.pallas import entry
 from titans_jax.memory.rule.rule import MemoryRule
@@ -66,16 +67,16 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
 
 def init_state(rule: MemoryRule, params: Params) -> MemoryState:
     """The state before the first token: the start weights (of a rule that forgets to them: no change since), no
-    momentum, an empty chunk."""
+    momentum, an empty chunk, no tokens in the window."""
     weights = tuple(w.astype(state_dtype(w.dtype)) for w in params["weights"])
     zeros = tuple(jnp.zeros_like(w) for w in weights)
     weights, momentum = zeros if rule.forget_to_start else weights, zeros if rule.algorithm.has_momentum else ()
-    return MemoryState(weights, momentum, weights, 0)
+    return MemoryState(weights, momentum, weights, 0, no_tokens(rule, weights))
 
 
 def start_chunk(state: MemoryState) -> MemoryState:
     """The same memory with its open chunk closed early: the next token starts a chunk."""
-    return MemoryState(state.weights, state.momentum, state.weights, 0)
+    return dataclasses.replace(state, anchor=state.weights, position=0)
 
 
 def choose_form(form: str, rule: MemoryRule, gates: Gates, backend: Backend | None = None) -> str:

@@ -21,6 +21,17 @@ Matrices = tuple[jax.Array, ...]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class WindowTokens:
+    """Tokens in their order, as the Omega rule writes them: keys, values [tokens, head_dim], step_size [tokens,
+    matrices], 0 for a place without a token (the start of a document, padding)."""
+
+    keys: Float[Array, "*blocks tokens head_dim"]
+    values: Float[Array, "*blocks tokens head_dim"]
+    step_size: Float[Array, "*blocks tokens matrices"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class MemoryState:
     """Everything one memory carries from token to token; its size does not depend on how much it has read.
 
@@ -28,13 +39,15 @@ class MemoryState:
     empty for an algorithm without it. weights are what the rule's retention carries: the fast weights themselves for
     `decay`, else an accumulator or logits, of which `readable_weights` makes the fast weights. anchor: the same at the
     open chunk's start, where gradients are taken. position: inner steps of the open chunk already taken, from 0 to
-    chunk_size - 1; a Python int is static, the fast path.
+    chunk_size - 1; a Python int is static, the fast path. window: the last window - 1 tokens of an algorithm whose
+    steps sum several tokens' gradients, in the dtype of the matrices; None for all others.
     """
 
     weights: tuple[Float[Array, "_ _"], ...]
     momentum: tuple[Float[Array, "_ _"], ...]
     anchor: tuple[Float[Array, "_ _"], ...]
     position: int | Int[Array, ""]
+    window: WindowTokens | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +68,8 @@ def select_state(condition, when_true: MemoryState, when_false: MemoryState) -> 
 
 
 def cast_state(state: MemoryState, dtype) -> MemoryState:
-    """The state with its matrices in `dtype`; its position as it is."""
-    cast = lambda matrices: tuple(m.astype(dtype) for m in matrices)  # noqa: E731
-    return MemoryState(cast(state.weights), cast(state.momentum), cast(state.anchor), state.position)
+    """The state with its matrices and window in `dtype`; its position as it is."""
+    cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
+    return MemoryState(
+        cast(state.weights), cast(state.momentum), cast(state.anchor), state.position, cast(state.window)
+    )

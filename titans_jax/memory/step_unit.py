@@ -15,6 +15,8 @@ from titans_jax.memory.rule import algorithms, biases
 from titans_jax.memory.rule.rule import MemoryRule
 
 SAMPLES = 256
+MOST_FLOATS = 1 << 25
+"""Weights of all the samples that are measured together."""
 
 
 def error_removed(rule: MemoryRule, head_dim: int) -> float:
@@ -53,8 +55,12 @@ def _error_removed(rule: MemoryRule, head_dim: int) -> float:
         _, removed = jax.jvp(moved, (params["weights"],), (surprise,))
         return jnp.vdot(error, removed) / head_dim
 
+    floats = sum(rows * columns for rows, columns in rule.shapes(head_dim))
+    together = max(1, min(SAMPLES, MOST_FLOATS // floats))
+
     def mean() -> float:
-        return float(jnp.mean(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), SAMPLES))))
+        samples = jax.random.split(jax.random.key(0), SAMPLES)
+        return float(jnp.mean(jax.jit(lambda samples: jax.lax.map(one, samples, batch_size=together))(samples)))
 
     # In a thread of its own, which neither what the caller traces reaches nor its mesh, whose devices may be elsewhere.
     with ThreadPoolExecutor(1) as thread:

@@ -64,16 +64,18 @@ def memory_flops(model: ModelConfig) -> int:
 
     Keys forward; cotangents back through all but the matrices that read the keys; queries on weights and on momentum;
     updates of both; and the products between the tokens of a chunk (or of a block of tokens, where every token is a
-    chunk), for both sides of every matrix. A least-squares read repeats its two products with every iteration.
+    chunk), for both sides of every matrix. A window's tokens are keys of the chunk after theirs once more. A
+    least-squares read repeats its two products with every iteration.
     """
     rule, matrices = memory_rule(model.memory), memory_matrices(model)
     weights = sum(rows * columns for rows, columns in matrices)
     behind = sum(rows * columns for rows, columns in matrices[rule.architecture.input_matrices :])
     states = 2 if rule.algorithm.has_momentum else 1
     tokens = TOKENS_PER_BLOCK if rule.chunk_size == 1 else rule.chunk_size
-    between = sum(tokens * (rows + columns) for rows, columns in matrices)
-    reads = rule.algorithm.products_per_read
-    return 2 * rule.algorithm.steps * (weights + behind + states * weights + reads * (states * weights + between))
+    written = tokens + rule.algorithm.window - 1  # in every chunk
+    between = sum(written * (rows + columns) for rows, columns in matrices)
+    reads, keys = rule.algorithm.products_per_read, (weights + behind + states * weights) * written // tokens
+    return 2 * rule.algorithm.steps * (keys + reads * (states * weights + between))
 
 
 def memory_matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:

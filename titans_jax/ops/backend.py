@@ -39,7 +39,7 @@ class Backend:
     inverse: (strictly lower [n, n], operand dtype) -> (I + lower)^-1.
     channel_decay: (log gates [tokens, channels], visible or None) -> an object with the methods of
       `channel_decay.ChannelDecay`.
-    missing: operations that it has not, by the names that `Retention.operations` and `Algorithm.operations` use.
+    missing: operations that it has not, by the names that the `operations` of a rule's parts use.
     """
 
     name: str
@@ -85,7 +85,7 @@ PALLAS = Backend(
     weighted_outer_products=matmul.weighted_outer_products,
     inverse=solve_tril.inverse_in_kernel,
     channel_decay=channel_decay_pallas.ChannelDecay,
-    missing=frozenset({"arctan", "custom_linear_solve", "lag_token"}),
+    missing=frozenset({"arctan", "array_constant", "custom_linear_solve", "lag_token"}),
 )
 
 

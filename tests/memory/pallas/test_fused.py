@@ -201,7 +201,7 @@ DISTINCT = {rule: name for name, rule in RUNNING.items()}
 def test_which_presets_run():
     by_chunk = {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad"}
     by_block = {"deltanet", "longhorn", "mamba2", "retnet", "gated_deltanet", "delta_product"}
-    assert by_chunk | by_block <= set(RUNNING) and not {"mesa", "memora"} & set(RUNNING)
+    assert by_chunk | by_block <= set(RUNNING) and not {"mesa", "memora", "omeganet"} & set(RUNNING)
     linear = {name for name in RUNNING if DeltaRule.supports(RUNNING[name], plain(RUNNING[name]))}
     assert by_block <= linear and not by_chunk & linear
 
@@ -415,6 +415,7 @@ def test_a_sequence_in_two_calls():
         (presets.memora(expansion=2, chunk_size=CHUNK, lag_token=True), {}),
         (presets.gated_deltanet(), {"log_value_retention": np.zeros((CHUNK, 16), np.float32)}),
         (presets.mesa(), {}),
+        (presets.omeganet(3, expansion=2, chunk_size=CHUNK), {"window_weight": np.zeros((CHUNK, 2), np.float32)}),
         (presets.titans(expansion=2, chunk_size=2), {}),
         (presets.titans(expansion=2, chunk_size=7), {}),
     ],
@@ -424,6 +425,7 @@ def test_a_sequence_in_two_calls():
         "lag token",
         "value channels, decay first",
         "least squares",
+        "a window",
         "a chunk of 2",
         "a chunk of 7",
     ],

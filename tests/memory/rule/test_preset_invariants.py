@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 each_model = pytest.mark.parametrize("name", MODELS)
 FLOATS = ("queries", "keys", "values", "retention", "momentum", "step_size", "bias_gate", "key_retention",
-          "value_retention", "key_step_size", "value_step_size", "erase")  # fmt: skip
+          "value_retention", "key_step_size", "value_step_size", "erase", "window_weight")  # fmt: skip
 
 
 @each_model

@@ -15,6 +15,7 @@ from titans_jax.memory import presets
 
 each_form = pytest.mark.parametrize("form", FORMS)
 TOLERANCE = 1e-10
+LEARNED = ("ttt_linear", "ttt_mlp", "titans", "omeganet", "moneta", "yaad", "memora")
 FAST = ("gla", "dfw", "gated_deltanet", "kimi_delta_attention", "rwkv7", "delta_product", "ttt_mlp", "yaad", "memora")
 
 
@@ -218,6 +219,6 @@ def test_every_token_of_a_chunk_reads_the_weights_of_eq_27(form):
 def test_matrix_models_start_from_zero_and_deep_ones_are_learned():
     for name, preset in presets.PRESETS.items():
         make = preset.make
-        assert make().learned_start == (name in ("ttt_linear", "ttt_mlp", "titans", "moneta", "yaad", "memora"))
+        assert make().learned_start == (name in LEARNED)
         assert make().algorithm.has_momentum == (name == "titans")
     assert not any(np.any(w) for w in memory.init_params(presets.gla(), jax.random.key(0), HEAD_DIM)["weights"])

@@ -5,6 +5,7 @@ Costs a weight-sized tensor per token of a chunk; runs any rule, and is the text
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from titans_jax.memory.forms.inner_gradient import (
     weights_at,
 )
 from titans_jax.memory.forms.lag_token import LagToken
+from titans_jax.memory.forms.omega_window import window_matrix
 from titans_jax.memory.forms.scan_chunks import BLOCKS_PER_GROUP, scan_blocks
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
@@ -110,7 +112,14 @@ class AssociativeScan(ChunkAlgorithm):
 
         first = jax.tree.map(lambda x: x[0], gates)  # its anchor differs from `opened` in chunks of one token only
         surprise = inner_gradients(rule, params, gradient_weights(rule, opened, first), tokens).surprise
-        carried, momenta = self.scan_tokens(start, jax.vmap(gradient)(tokens, gates), gates)
+        if rule.algorithm.window > 1:  # with the tokens of the window before the chunk, none of which is read
+            written = tokens._replace(queries=tokens.keys)
+            gradients = jax.vmap(gradient, in_axes=(0, None))(written, first)
+            own = len(tokens.keys) - len(tokens.queries)
+            surprise = jax.tree.map(lambda x: x[own:], surprise)
+        else:
+            gradients = jax.vmap(gradient)(tokens, gates)
+        carried, momenta = self.scan_tokens(start, gradients, gates)
 
         def read_one(carried, query):
             at = MemoryState(carried, (), start.anchor, 0)
@@ -124,15 +133,18 @@ class AssociativeScan(ChunkAlgorithm):
 
     def scan_tokens(self, start: MemoryState, gradients: Matrices, gates: Gates) -> tuple[Matrices, Matrices]:
         """Every token's carried matrices [tokens, in, out], and the last one's momentum, from every token's gradients
-        [tokens, in, out]."""
+        [tokens, in, out], those of a window's tokens before them."""
         weights, momenta = [], []
+        kept = dataclasses.replace(gates, step_size=None)  # which has rows for a window's tokens too
         for i, step in enumerate(gradients):
-            retention = jax.vmap(lambda gate: token_retention(gate, i, len(gradients)))(gates)  # noqa: B023
+            retention = jax.vmap(lambda gate: token_retention(gate, i, len(gradients)))(kept)  # noqa: B023
             step = -gates.step_size[:, i, None, None] * step
             if i == 0 and gates.key_step_size is not None:
                 step *= gates.key_step_size[:, :, None]
             if i == len(gradients) - 1 and gates.value_step_size is not None:
                 step *= gates.value_step_size[:, None, :]
+            if gates.window_weight is not None:
+                step = jnp.einsum("ti,iab->tab", window_matrix(gates.window_weight), step, precision="highest")
             if gates.mask is not None:
                 mask = gates.mask[:, None, None]
                 retention, step = jnp.where(mask, retention, 1), jnp.where(mask, step, 0)

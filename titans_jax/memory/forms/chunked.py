@@ -144,7 +144,8 @@ class ChunkwiseGradient(ChunkAlgorithm):
         end = ChunkEnd(carried, start.anchor, reads, prepared.is_full)
         weights, reads = close_chunk(rule, params, end, tokens.queries)
         end = MemoryState(weights, momentum if start.momentum else (), start.anchor, 0)
-        return ChunkResult(end, reads, found.surprise)
+        own = len(found.surprise.loss) - len(reads)  # behind the tokens of a window before the chunk
+        return ChunkResult(end, reads, jax.tree.map(lambda x: x[own:], found.surprise))
 
 
 class TiledLeastSquares(ChunkwiseGradient):

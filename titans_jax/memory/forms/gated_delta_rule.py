@@ -78,7 +78,7 @@ class GatedDeltaRule(ChunkAlgorithm):
         plain = rule.architecture.linear and rule.bias.affine and rule.retention.linear
         plain = plain and not rule.algorithm.has_momentum and rule.algorithm.descends
         plain = plain and (gates.bias_gate is None or gates.bias_gate.shape[-1] == 1)
-        plain = plain and not rule.forget_to_start
+        plain = plain and not rule.forget_to_start and rule.algorithm.window == 1
         return plain and rule.chunk_size == 1 and (not by_outputs or rule.bias.constant_slope == 0)
 
     @property

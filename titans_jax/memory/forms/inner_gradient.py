@@ -98,13 +98,20 @@ def token_retention(gate: Gates, i: int, matrices: int) -> jax.Array:
 
 
 def token_steps(
-    rule: MemoryRule, momentum: Matrices, inputs: Matrices, deltas: Matrices, gate: Gates, operand_dtype
+    rule: MemoryRule,
+    momentum: Matrices,
+    inputs: Matrices,
+    deltas: Matrices,
+    gate: Gates,
+    step_size: jax.Array,
+    operand_dtype,
 ) -> Matrices:
-    """One token's step S_t of every matrix, of its gradients x_i^T delta_i; inputs, deltas [1, in or out], gate: leaves
-    of one token. With momentum it is what the next token is given as its own."""
+    """One token's step S_t of every matrix, of the gradients x_i^T delta_i that it sums with step_size [summed,
+    matrices], its own and those of its window; inputs, deltas [summed, in or out], gate: leaves of one token. With
+    momentum it is what the next token is given as its own."""
     steps = []
     for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
-        step = outer_products(-gate.step_size[i] * x, delta, operand_dtype)
+        step = outer_products(-step_size[:, i : i + 1] * x, delta, operand_dtype)
         if rule.algorithm.has_momentum:
             step = jnp.exp(gate.log_momentum[i]) * momentum[i] + step
         steps.append(step)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.forms.decay import Coefficients, block_coefficients, coefficients
+from titans_jax.memory.forms.omega_window import window_coefficients
 from titans_jax.memory.gates import Gates
 from titans_jax.ops import channel_decay, channel_decay_pallas
 from titans_jax.ops.backend import Backend
@@ -23,8 +24,9 @@ from titans_jax.ops.matmul import Transposed, concatenate_operands, inner_produc
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntraChunk:
-    """Scalar coefficients of a block (see `Coefficients`): beta, f [tokens, 1], G [tokens, tokens], N [1, tokens].
-    f, N: None without momentum. ends: the last token's beta, with momentum also f and p, [1 or 3, 1 or more equal].
+    """Scalar coefficients of a block (see `Coefficients`): beta, f [tokens, 1], G [tokens, tokens], N [1, tokens], the
+    columns of a window's tokens before the block first. f, N: None without momentum. ends: the last token's beta, with
+    momentum also f and p, [1 or 3, 1 or more equal].
 
     by_input, by_output: what is left of input and output channels, or None.
     """
@@ -115,7 +117,10 @@ def intra_chunks(gates: Gates, backend: Backend) -> tuple[IntraChunk | ChannelIn
 
     A reset replaces a chunk's start state as a whole, so a chunk's weights do not see it.
     """
-    scalars = block_coefficients(gates, None, backend.decay_tile)
+    if gates.window_weight is None:
+        scalars = block_coefficients(gates, None, backend.decay_tile)
+    else:
+        scalars = window_coefficients(gates, backend.decay_tile)
     matrices = gates.step_size.shape[-1]
     made = []
     for i in range(matrices):

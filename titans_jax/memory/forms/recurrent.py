@@ -18,9 +18,10 @@ from titans_jax.memory.forms.inner_gradient import (
     token_steps,
     weights_at,
 )
+from titans_jax.memory.forms.omega_window import after, lag_weights, latest
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState, Params, Surprise, select_state
+from titans_jax.memory.state import MemoryState, Params, Surprise, WindowTokens, select_state
 
 
 def memorize(
@@ -53,9 +54,14 @@ def write(
     """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise [1]."""
     anchor = gradient_weights(rule, weights_at(rule, params, state.anchor), gate)
     own = (gate.bias_gate, gate.key_step_size, gate.value_step_size, gate.erase)
-    token = Tokens(key, key, value, *(None if x is None else x[None] for x in own))
-    inputs, deltas, surprise = inner_gradients(rule, params, anchor, token)
-    steps = token_steps(rule, state.momentum, inputs, deltas, gate, key.dtype)
+    own = (None if x is None else x[None] for x in own)
+    tokens, window = WindowTokens(key, value, gate.step_size[None]), None
+    if rule.algorithm.window > 1:
+        tokens = after(state.window, tokens)
+        window = latest(tokens, rule.algorithm.window - 1)
+        tokens = dataclasses.replace(tokens, step_size=lag_weights(gate.window_weight)[:, None] * tokens.step_size)
+    inputs, deltas, surprise = inner_gradients(rule, params, anchor, Tokens(key, tokens.keys, tokens.values, *own))
+    steps = token_steps(rule, state.momentum, inputs, deltas, gate, tokens.step_size, key.dtype)
     lagging = rule.retention.lags & (state.position == 0)
     weights = []
     for i, (before, step) in enumerate(zip(state.weights, steps, strict=True)):
@@ -67,8 +73,9 @@ def write(
     position = state.position + 1
     closed = position == rule.chunk_size
     if not rule.retention.linear:
-        after = close(rule, params, tuple(weights), state.anchor)
-        weights = [jnp.where(closed, new, w) for new, w in zip(after, weights, strict=True)]
+        shut = close(rule, params, tuple(weights), state.anchor)
+        weights = [jnp.where(closed, new, w) for new, w in zip(shut, weights, strict=True)]
     anchor = tuple(jnp.where(closed | lagging, w, a) for w, a in zip(weights, state.anchor, strict=True))
     momentum = steps if rule.algorithm.has_momentum else ()
-    return MemoryState(tuple(weights), momentum, anchor, jnp.where(closed, 0, position)), surprise
+    state = MemoryState(tuple(weights), momentum, anchor, jnp.where(closed, 0, position), window)
+    return state, jax.tree.map(lambda x: x[-1:], surprise)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import ChunkAlgorithm, MemoryInputs, MemoryOutputs
+from titans_jax.memory.forms.omega_window import add_window, last_window
 from titans_jax.memory.state import Matrices, MemoryState, Params
 from titans_jax.ops.backend import BlockSize
 from titans_jax.ops.recursive_blocks import to_blocks
@@ -31,8 +32,12 @@ def scan_blocks(
 ) -> MemoryOutputs:
     """Prepare groups of blocks and step from block to block."""
     between_chunks = starts_chunk(state)
-    chunk_size, size = algorithm.rule.chunk_size, algorithm.block_size
-    layout = lay_out(chunk_size, size.tokens, state, inputs)
+    rule, chunk_size, size = algorithm.rule, algorithm.rule.chunk_size, algorithm.block_size
+    layout, window = lay_out(chunk_size, size.tokens, state, inputs), None
+    if rule.algorithm.window > 1:
+        layout = dataclasses.replace(layout, inputs=add_window(rule, layout.inputs, layout.offset, state, initial))
+        window = last_window(rule, layout.inputs, layout.last, state)
+        initial = None if initial is None else dataclasses.replace(initial, window=None)
 
     def step(carry, block):
         weights, momentum, opened = carry
@@ -56,7 +61,8 @@ def scan_blocks(
     carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)
     carry, (reads, surprise) = scan_groups(scan, size, carry, layout.inputs)
     surprise = jax.tree.map(layout.unplace, surprise)
-    return MemoryOutputs(layout.reads(reads), final_state(chunk_size, layout, state, *carry), surprise)
+    after = dataclasses.replace(final_state(chunk_size, layout, state, *carry), window=window)
+    return MemoryOutputs(layout.reads(reads), after, surprise)
 
 
 @dataclasses.dataclass(frozen=True)

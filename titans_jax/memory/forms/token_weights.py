@@ -66,7 +66,7 @@ class TokenWeights(ChunkAlgorithm):
         def token(state, one):
             query, gradient, gate = one
             rows = jax.tree.map(lambda x: x[None], gradient)
-            steps = token_steps(rule, state.momentum, *rows, gate, query.dtype)
+            steps = token_steps(rule, state.momentum, *rows, gate, gate.step_size[None], query.dtype)
             moved = enumerate(zip(state.weights, steps, strict=True))
             weights = tuple(token_retention(gate, i, len(steps)) * w + step for i, (w, step) in moved)
             momentum = steps if rule.algorithm.has_momentum else ()

@@ -28,9 +28,9 @@ from titans_jax.ops.platform import LANES, SUBLANES
 
 
 class KernelChunkwiseGradient(KernelAlgorithm):
-    """Rules with a retention and an algorithm that a kernel has the operations for, one slope for all reads of a chunk;
-    channels apart only without momentum, none that decays first; a chunk of one token, or that fills a register's
-    rows."""
+    """Rules with an architecture, a retention and an algorithm that a kernel has the operations for, one slope for all
+    reads of a chunk; channels apart only without momentum, no window of tokens and none that decays first; a chunk of
+    one token, or that fills a register's rows."""
 
     algorithm = ChunkwiseGradient
 
@@ -38,9 +38,11 @@ class KernelChunkwiseGradient(KernelAlgorithm):
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
         by_channel = gates.log_key_retention is not None or gates.log_value_retention is not None
         separates = not (by_channel and rule.algorithm.has_momentum)
-        has = PALLAS.missing.isdisjoint(rule.retention.operations | rule.algorithm.operations)
+        parts = (rule.architecture, rule.retention, rule.algorithm)
+        has = all(PALLAS.missing.isdisjoint(part.operations) for part in parts)
         fills = rule.chunk_size == 1 or rule.chunk_size >= SUBLANES
-        return fills and separates and has and rule.retention.one_slope and not rule.algorithm.decay_first
+        single = rule.algorithm.window == 1 and not rule.algorithm.decay_first
+        return fills and separates and has and rule.retention.one_slope and single
 
     @property
     def block_tokens(self) -> int:

@@ -35,8 +35,9 @@ class Written(NamedTuple):
 class Algorithm:
     """How gradients are turned into the step S_t. An algorithm declares:
 
-    has_momentum: S is carried. steps: inner steps (key-value pairs) per token. decay_first: the gradient is taken at
-    the memory that retention has already acted on (Gated DeltaNet), not before it (Titans).
+    has_momentum: S is carried. steps: inner steps (key-value pairs) per token. window: tokens whose gradients a step
+    sums, its own and those before it, weighed by `Gates.window_weight`. decay_first: the gradient is taken at the
+    memory that retention has already acted on (Gated DeltaNet), not before it (Titans).
     linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay.
     descends: the step is the gradient of the bias at the architecture's own read, which is what a query reads; the
     closed forms need it. keeps_statistics: the fast weights are sums over tokens that do not depend on the memory, so
@@ -49,6 +50,7 @@ class Algorithm:
 
     has_momentum = False
     steps = 1
+    window = 1
     decay_first = False
     linear_only = False
     descends = True
@@ -112,6 +114,24 @@ class Momentum(Algorithm):
     """S_t = eta_t S_{t-1} - theta_t u_t, past and momentary surprise (Titans eq 9-10)."""
 
     has_momentum = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Omega(Algorithm):
+    """S_t = eta_t S_{t-1} - sum_{j < window} gamma_t[j] theta_{t-j} u_{t-j}, gamma_t[0] = 1: the Omega rule of ATLAS
+    (arXiv 2505.23735), which descends the losses of the last tokens together, all at the memory of the chunk's start
+    (memory/README.md, The Omega rule). Without momentum S_t is the sum alone. A window of 1 is `Momentum` or
+    `GradientDescent`.
+
+    Raises ValueError for a window that is no integer of 1 or more.
+    """
+
+    window: int = 16
+    has_momentum: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or self.window < 1:
+            raise ValueError(f"window is {self.window!r}: it must be an integer of 1 or more, for example 16.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,4 +222,4 @@ def conjugate_gradients(matvec: Callable[[jax.Array], jax.Array], right: jax.Arr
     return jax.lax.scan(step, start, length=iterations)[0][0]
 
 
-gradient_descent, momentum, implicit, least_squares = GradientDescent, Momentum, Implicit, LeastSquares
+gradient_descent, momentum, omega, implicit, least_squares = GradientDescent, Momentum, Omega, Implicit, LeastSquares

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from titans_jax.memory.rule.capabilities import forget
+from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
 NORM_EPSILON = 1e-6
+MOST_FEATURES = 1 << 14
+"""Inputs of a polynomial memory's first matrix: more would be a model of its own in every head."""
 
 Apply = Callable[[int, jax.Array], jax.Array]
 """(i, x [..., in]) -> fast matrix i applied to x, [..., out]; every form passes its own."""
@@ -41,12 +46,14 @@ class Architecture(abc.ABC):
     An architecture declares normalized: a norm behind the last matrix takes out the mean, so positive weights suffice;
     and linear: M(x) = x W, one matrix [head_dim, head_dim] and nothing else, which the closed forms need. A subclass
     that overrides `read` or `shapes` has them only if it says so. input_matrices: how many of the first matrices read
-    the input itself, which counts of operations need.
+    the input itself, which counts of operations need. operations: operations of it that not every backend has
+    ("array_constant").
     """
 
     linear = False
     normalized = False
     input_matrices = 1
+    operations: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -130,13 +137,67 @@ class ResidualMlp(Mlp):
 
     def start_variance(self, head_dim: int) -> float:
         """What a matrix gives is normal, with the mean square of what it is given as its variance."""
-        variance = 1 / head_dim
+        variance = self.input_square(head_dim)
         nodes, weights = np.polynomial.hermite_e.hermegauss(64)
         for _ in range(self.depth - 1):
             x = math.sqrt(variance) * nodes
             hidden = x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
             variance = float(np.sum(weights * hidden**2) / np.sum(weights))
         return variance * (1 - 1 / head_dim)
+
+    def input_square(self, head_dim: int) -> float:
+        """The mean square of what the first matrix is given, for a unit key."""
+        return 1 / head_dim
+
+
+@register_architecture()
+@dataclasses.dataclass(frozen=True)
+class PolynomialMlp(ResidualMlp):
+    """M(x) = x + LN(MLP(phi(x))), phi(x) the monomials of x up to a degree, those of degree i times a slow number a_i
+    that starts at 1/i! (ATLAS, arXiv 2505.23735, phi_p; that its memory keeps the residual and the norm of the others
+    is our reading).
+
+    The first matrix has C(head_dim + degree, degree) inputs, the constant among them. Raises ValueError for a degree
+    that is no integer of 1 or more, and, with a head_dim, for one with more than `MOST_FEATURES` of them.
+    """
+
+    degree: int = 2
+    normalized = True
+    operations: ClassVar = frozenset({"array_constant"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.degree, int) or self.degree < 1:
+            raise ValueError(f"degree is {self.degree!r}: it must be an integer of 1 or more, for example 2.")
+
+    def shapes(self, head_dim: int) -> Shapes:
+        width = math.comb(head_dim + self.degree, self.degree)
+        if width > MOST_FEATURES:
+            raise ValueError(
+                f"degree is {self.degree}: heads of width {head_dim} have {width:,} monomials up to it, more than "
+                f"{MOST_FEATURES:,}; use a smaller degree or narrower heads."
+            )
+        (_, hidden), *others = super().shapes(head_dim)
+        return ((width, hidden), *others)
+
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
+        features = monomials(x, params["degree_scale"])
+        return x + layer_norm(Mlp.read(self, linear, params, features), params["norm_scale"])
+
+    def slow(self, head_dim: int) -> Params:
+        scale = [1 / math.factorial(i) for i in range(self.degree + 1)]
+        return super().slow(head_dim) | {"degree_scale": jnp.array(scale, jnp.float32)}
+
+    def input_square(self, head_dim: int) -> float:
+        """Its mean over unit keys of all directions, whose squared entries have a Dirichlet distribution: the mean of
+        the sum over monomials of degree i is the coefficient of t^i in (sum_n (1/2)_n t^n)^head_dim, over (head_dim /
+        2)_i, (x)_n being x (x + 1) .. (x + n - 1) (derived)."""
+        one = [rising(0.5, n) for n in range(self.degree + 1)]
+        sums = np.ones(1)
+        for _ in range(head_dim):
+            sums = np.polynomial.polynomial.polymul(sums, one)[: self.degree + 1]
+        squares = (sums[i] / rising(head_dim / 2, i) / math.factorial(i) ** 2 for i in range(self.degree + 1))
+        return float(sum(squares)) / math.comb(head_dim + self.degree, self.degree)
 
 
 @register_architecture()
@@ -157,6 +218,30 @@ class GatedMlp(Architecture):
 
     def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
         return linear(2, jax.nn.silu(linear(0, x)) * linear(1, x))
+
+
+def rising(x: float, n: int) -> float:
+    """x (x + 1) .. (x + n - 1)."""
+    return math.prod(x + i for i in range(n))
+
+
+def monomials(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """All monomials of x [..., n] up to degree p, from the constant on, those of degree i times scale[i] [p + 1]:
+    [..., C(n + p, p)]."""
+    scale = scale.astype(x.dtype)
+    found = [jnp.broadcast_to(scale[0], (*x.shape[:-1], 1)), scale[1] * x]
+    for degree in range(2, scale.shape[0]):
+        # Factors are picked by products: the gradient of an index would be a scatter, one number after the other.
+        factors = (matmul(x, jnp.asarray(pick, x.dtype), x.dtype) for pick in picks(x.shape[-1], degree))
+        found.append(scale[degree] * math.prod(factors))
+    return jnp.concatenate(found, axis=-1)
+
+
+@functools.cache
+def picks(inputs: int, degree: int) -> np.ndarray:
+    """bool [degree, inputs, monomials]: which input is each factor of each monomial of this degree."""
+    factors = np.array(list(itertools.combinations_with_replacement(range(inputs), degree)))
+    return factors.T[:, None, :] == np.arange(inputs)[None, :, None]
 
 
 @jax.custom_jvp
@@ -195,4 +280,4 @@ def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, jnp.mean(jnp.square(x), axis=-1, keepdims=True)
 
 
-linear, mlp, residual_mlp, gated_mlp = Linear, Mlp, ResidualMlp, GatedMlp
+linear, mlp, residual_mlp, polynomial_mlp, gated_mlp = Linear, Mlp, ResidualMlp, PolynomialMlp, GatedMlp

@@ -269,6 +269,9 @@ class GateChoices:
         found |= self.step_size_gate.logits("step_size", matrices * steps)
         if rule.algorithm.has_momentum:
             found["momentum"] = (matrices, 0.0)
+        reach = rule.algorithm.window - 1
+        if reach:  # at first the tokens of the window together weigh nearly as much as the token itself
+            found["window_weight"] = (reach, -math.log(reach))
         if rule.bias.takes_gate and not rule.bias.affine and not self.by_channel(rule):
             found["bias_gate"] = (steps, SOFTPLUS_ONE)
         return found
@@ -294,7 +297,10 @@ class GateChoices:
         steps |= {"key_step_size": one} if self.preconditioned else {}
         erase = None if self.erase == "all" else one
         retention = {f"log_{side}_retention": one for side in ("key", "value") if getattr(self, side)}
-        return Gates(one, one if rule.algorithm.has_momentum else None, one, **retention, **steps, erase=erase)
+        reach = rule.algorithm.window - 1
+        window = jnp.ones((1, reach)) if reach else None
+        momentum = one if rule.algorithm.has_momentum else None
+        return Gates(one, momentum, one, **retention, **steps, erase=erase, window_weight=window)
 
     def _gate(self, choice: str | Gate | None, table: Mapping[str, Gate]) -> Gate | None:
         if not isinstance(choice, str):

@@ -1,4 +1,4 @@
-"""Named models as rules with their gates: every row of Miras' Table 1, Mesa, and the three models of Miras.
+"""Named models as rules with their gates: every row of Miras' Table 1, Mesa, OmegaNet, and the three models of Miras.
 
 `PRESETS` holds a `Preset` under each name, in the table's order: a function that makes its rule, and its gate choices.
 What a model puts into keys and values (HGRN2's key is 1 - retention) is in its docstring and its choices, and
@@ -26,7 +26,7 @@ class Preset:
     """A model by name: make(**choices) -> its rule, and how its gates are made from a token.
 
     The arguments of `make` that are fields of `titans_jax.config.MemoryConfig` too (depth, expansion, chunk_size, p, q,
-    steps) are set by it.
+    steps, omega_window) are set by it.
     """
 
     name: str
@@ -54,6 +54,8 @@ def register_preset(name: str | None = None, gates: GateChoices = GateChoices())
     return add
 
 
+WINDOW = 16
+"""Tokens of the Omega rule's window, the most that ATLAS tries, and the best."""
 MIRAS = GateChoices("forget", "bounded", "forget", "forget", channel_steps=True, forget_bias=FORGET_BIAS)
 """The gates of Miras' own models."""
 
@@ -167,6 +169,25 @@ def titans(
     return MemoryRule(architecture, biases.l2(), retentions.decay(), algorithm, chunk_size)
 
 
+@register_preset(gates=GateChoices("forget", "bounded", forget_bias=FORGET_BIAS))
+def omeganet(
+    omega_window: int | None = None, depth: int = 2, expansion: int = 4, chunk_size: int = 16, degree: int | None = None
+) -> MemoryRule:
+    """OmegaNet (arXiv 2505.23735): plain descent of the losses of the last omega_window tokens together, each with a
+    weight from a gate; equations from secondary notes.
+
+    omega_window: None is 16, or the chunk where that is shorter. degree: of the polynomial features of keys and queries
+    (`architectures.polynomial_mlp`); None reads keys as they are, as the paper states no degree and that of 2 makes the
+    memory of a head of 64 seventeen times as large.
+    """
+    if degree is None:
+        architecture = architectures.residual_mlp(depth, expansion)
+    else:
+        architecture = architectures.polynomial_mlp(depth, expansion, degree)
+    algorithm = algorithms.omega(min(WINDOW, chunk_size) if omega_window is None else omega_window)
+    return MemoryRule(architecture, biases.l2(), retentions.decay(), algorithm, chunk_size)
+
+
 @register_preset(gates=dataclasses.replace(MIRAS, step_size="bounded_low"))
 def moneta(p: float = 3.0, q: float = 4.0, depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule:
     """L_p bias, L_q retention (arXiv 2504.13173 eq 24-25)."""
@@ -215,6 +236,9 @@ def deep(
 
 
 def state_floats(rule: MemoryRule, head_dim: int) -> int:
-    """Numbers one head carries from token to token at a chunk's end: the carried matrices and their momentum."""
-    matrices = sum(rows * columns for rows, columns in rule.shapes(head_dim))
-    return matrices * (2 if rule.algorithm.has_momentum else 1)
+    """Numbers one head carries from token to token at a chunk's end: the carried matrices and their momentum, and the
+    keys, values and step sizes of a window."""
+    shapes = rule.shapes(head_dim)
+    matrices = sum(rows * columns for rows, columns in shapes)
+    window = (rule.algorithm.window - 1) * (2 * head_dim + len(shapes))
+    return matrices * (2 if rule.algorithm.has_momentum else 1) + window

@@ -69,6 +69,17 @@ class MemoryRule:
                 f"algorithm is {self.algorithm}: it is defined for a linear memory with an L2 bias and decay; use "
                 "gradient_descent() or momentum() for any other."
             )
+        window = self.algorithm.window
+        if window > self.chunk_size:
+            raise ValueError(
+                f"window is {window}: a window reaches at most into the chunk before, so it must be in [1, "
+                f"{self.chunk_size}], the chunk_size."
+            )
+        if window > 1 and (self.bias.takes_gate or not self.retention.one_slope or self.retention.lags):
+            raise ValueError(
+                f"window is {window}: it needs a bias without a gate of its own and a retention whose reads have one "
+                f"slope, unlike {self.bias} with {self.retention}; use a window of 1, or l2() and decay()."
+            )
 
     @property
     def exact(self) -> bool:

@@ -1,0 +1,31 @@
+"""The models of the ATLAS paper (arXiv 2505.23735): OmegaNet, and with attention behind it.
+
+    titans train omeganet_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
+
+    size  blocks  width  heads      tokens    steps  TPU slice  rows at a time on a chip
+    170m      12    768  16 of 48      15B   28,610  v5e-8      2
+    340m      24   1024  16 of 64      15B   28,610  v5e-8      2
+    760m      24   1536  16 of 96      30B   57,220  v5e-16     1
+    1b        18   2048  8 of 256     100B  190,735  v5e-32     1
+
+Sizes are those of Titans (configs/titans.py), the learning rate is the paper's 4e-4 for all, the window 16 tokens. The
+paper's polynomial features are left out: it states no degree, and with that of 2 (`polynomial_mlp(degree=2)`) the
+learned starts of the memories alone would have 217 million parameters at 340m and 715 million at 760m.
+"""
+
+from titans_jax.config.papers import atlas
+
+HYBRID = ("lmm", "window")
+
+configs = {
+    # OmegaNet: a window of 16 tokens
+    "omeganet_170m": atlas("omeganet", "170m"),  # 170,660,160 parameters, 2.5 GiB
+    "omeganet_340m": atlas("omeganet", "340m"),  # 344,203,392 parameters, 5.1 GiB
+    "omeganet_760m": atlas("omeganet", "760m"),  # 761,668,224 parameters, 11.3 GiB
+    "omeganet_1b": atlas("omeganet", "1b"),  # 1,303,286,448 parameters, 19.4 GiB
+    # OmegaNet, then sliding-window attention
+    "omeganet_h_170m": atlas("omeganet", "170m", HYBRID),  # 170,962,464 parameters, 2.5 GiB
+    "omeganet_h_340m": atlas("omeganet", "340m", HYBRID),  # 340,292,160 parameters, 5.1 GiB
+    "omeganet_h_760m": atlas("omeganet", "760m", HYBRID),  # 762,881,088 parameters, 11.4 GiB
+    "omeganet_h_1b": atlas("omeganet", "1b", HYBRID),  # 1,302,584,664 parameters, 19.4 GiB
+}
