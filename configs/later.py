@@ -40,4 +40,9 @@ configs = {
     "preconditioned_kimi_340m": baseline("preconditioned_kimi", "340m"),  # 341,077,632 parameters, 5.1 GiB
     "preconditioned_kimi_760m": baseline("preconditioned_kimi", "760m"),  # 761,700,480 parameters, 11.4 GiB
     "preconditioned_kimi_1b": baseline("preconditioned_kimi", "1b"),  # 1,303,321,584 parameters, 19.4 GiB
+    # Mamba-3 (SISO)
+    "mamba3_170m": baseline("mamba3", "170m"),  # 170,205,888 parameters, 2.5 GiB
+    "mamba3_340m": baseline("mamba3", "340m"),  # 339,946,368 parameters, 5.1 GiB
+    "mamba3_760m": baseline("mamba3", "760m"),  # 760,298,880 parameters, 11.3 GiB
+    "mamba3_1b": baseline("mamba3", "1b"),  # 1,303,395,024 parameters, 19.4 GiB
 }

@@ -60,6 +60,7 @@ configs = {
     "preconditioned_deltanet_small": small("preconditioned_deltanet"),  # 1,916,744 parameters
     "preconditioned_kimi_small": small("preconditioned_kimi"),  # 1,948,472 parameters
     "omeganet_small": small("omeganet"),  # 2,079,128 parameters
+    "mamba3_small": small("mamba3"),  # 1,924,904 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
 }

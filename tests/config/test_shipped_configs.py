@@ -25,6 +25,7 @@ LATER = (
     "comba",
     "preconditioned_deltanet",
     "preconditioned_kimi",
+    "mamba3",
 )
 MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
 ATLAS = ("omeganet", "omeganet_h")

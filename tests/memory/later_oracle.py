@@ -55,3 +55,13 @@ def preconditioned_kimi(queries, keys, values, key_retention, step_size, key_ste
         state = state + np.outer(m * k, u)
         reads.append(state.T @ q)
     return np.array(reads)
+
+
+def mamba3(queries, keys, values, retention, step, share, before):
+    """Mamba-3 (arXiv 2603.15569): S <- a S + (1 - l) D a k' v'^T + l D k v^T, k', v' those of the token before."""
+    state, reads = np.zeros((keys.shape[1], values.shape[1])), []
+    for q, k, v, a, size, l in zip(queries, keys, values, retention, step, share, strict=True):  # noqa: E741
+        state = a * state + (1 - l) * size * a * np.outer(*before) + l * size * np.outer(k, v)
+        before = k, v
+        reads.append(state.T @ q)
+    return np.array(reads)

@@ -124,6 +124,24 @@ def draw_preconditioned(draw, generator, time):
     return draw(generator, time) | {"key_step_size": generator.uniform(0.7, 1.4, (time, HEAD_DIM))}
 
 
+def draw_mamba3(generator, time):
+    """The first inner step is the token before, with its own weight."""
+    inputs, step, share = tokens(generator, time), *generator.uniform(0.1, 0.9, (2, time))
+    retention = generator.uniform(0.5, 1.0, time)
+    for name in ("keys", "values"):
+        before = np.concatenate([np.zeros((1, HEAD_DIM)), inputs[name][:-1]])
+        inputs[name] = np.stack([before, inputs[name]], axis=1)
+    weights = np.stack([(1 - share) * step * retention, share * step], axis=1)
+    return inputs | {"retention": retention, "step_size": weights}
+
+
+def expect_mamba3(x, params):
+    """From what `draw_mamba3` made; a document's first token has what it was drawn with before it."""
+    own, before = (x["keys"][:, 1], x["values"][:, 1]), (x["keys"][0, 0], x["values"][0, 0])
+    steps = x["step_size"][:, 0] / x["retention"] + x["step_size"][:, 1]
+    return later_oracle.mamba3(x["queries"], *own, x["retention"], steps, x["step_size"][:, 1] / steps, before)
+
+
 def draw_delta_product(generator, time):
     gates = {"retention": generator.uniform(0.5, 1.0, time), "step_size": generator.uniform(0.1, 0.9, (time, 2))}
     return tokens(generator, time, 2) | gates
@@ -261,6 +279,7 @@ MODELS = {
         "step_size",
         "key_step_size",
     ),
+    "mamba3": Model(presets.PRESETS["mamba3"].make(), draw_mamba3, expect_mamba3),
     "rwkv7": Model(
         presets.rwkv7(),
         draw_rwkv7,

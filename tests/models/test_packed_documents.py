@@ -49,10 +49,11 @@ def test_aligned_documents_need_no_slack(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lmm", "mac"])
-def test_documents_of_a_memory_with_a_state_of_the_layer_s_own(kind):
-    """Sums of squared keys start anew, as what the persistent tokens left; in a segmented block, too."""
+@pytest.mark.parametrize("preset", ["preconditioned_deltanet", "mamba3"])
+def test_documents_of_a_memory_with_a_state_of_the_layer_s_own(preset, kind):
+    """Sums of squared keys, phases and the last token start anew, as what the persistent tokens left."""
     with jax.enable_x64(True):
-        config = small.config(kind, memory={"preset": "preconditioned_deltanet"}, depth=1)
+        config = small.config(kind, memory={"preset": preset}, depth=1)
         rows = [pack(lengths, 32, granularity(config)) for lengths in ([5, 9, 3], [8, 1, 7])]
         assert_documents_alone(config, rows)
 

@@ -145,10 +145,10 @@ def test_choices_combine(choices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", [("mac",), ("mag",), ("mal",), ("lmm", "window")])
-@pytest.mark.parametrize("preset", ["memora", "rwkv7", "comba", "preconditioned_deltanet"])
+@pytest.mark.parametrize("preset", ["memora", "rwkv7", "comba", "preconditioned_deltanet", "mamba3"])
 def test_any_preset_in_any_block(preset, pattern):
     """Through segments, windows and hybrids: a rule with logits for a state, one with two steps a token, one with
-    queries that keys correct, and one with a state of the layer's own."""
+    queries that keys correct, and two with a state of the layer's own."""
     with jax.enable_x64(True):
         model, tokens = model_of(preset, *pattern), small.tokens(time=11)
         whole = small.forward(model, tokens)

@@ -16,6 +16,7 @@ from titans_jax.config import (
     ModelConfig,
     ProcessesConfig,
     did_you_mean,
+    gate_choices,
     import_extensions,
     leaves,
     memory_rule,
@@ -145,6 +146,11 @@ def _validate_model(model: ModelConfig) -> None:
         raise
     except ValueError as error:
         raise ConfigError(f"model.memory.architecture: {str(error).rstrip('.')}") from error
+    if gate_choices(model.memory).rotated_keys and model.head_dim < 4:
+        raise ConfigError(
+            f"model.head_dim is {model.head_dim}; use 4 or more, as {model.memory.preset} turns pairs of a half of its "
+            "channels"
+        )
 
 
 def _validate_batch(config: Config) -> None:

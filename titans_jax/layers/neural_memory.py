@@ -29,6 +29,7 @@ from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
+from titans_jax.layers.rotation import RotatedInputs, Rotation, RotationTail
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.sharding import (
     BATCH,
@@ -45,10 +46,11 @@ READS = "memory_reads"
 
 class MemoryLayerState(NamedTuple):
     """What the layer carries: the memory of every head [b, h, ...]; by name, the last inputs of its convolutions, as
-    "steps" the last keys and their steps, where steps are shared, and as "squares" the sums of a preconditioner."""
+    "steps" the last keys and their steps, where steps are shared, as "squares" the sums of a preconditioner, and as
+    "rotation" phases and the last token."""
 
     memory: memory.MemoryState
-    tails: dict[str, jax.Array | StepTail]
+    tails: dict[str, jax.Array | StepTail | RotationTail]
 
 
 class HeadInputs(NamedTuple):
@@ -130,6 +132,7 @@ class NeuralMemory(nnx.Module):
         shared = config.memory.share_steps and config.memory.step_unit == "error" and choices.bounded
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
+        self.rotation = Rotation(config, rngs=rngs) if choices.rotated_keys else None
         self.norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.output_gate = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.output_projection = projection(
@@ -183,12 +186,17 @@ class NeuralMemory(nnx.Module):
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
         queries = self.gates.queries(features["query"], features["key"])
         if not self.writes:
-            reads = self.retrieve(state.memory.weights, queries)
+            reads = self.with_skip(self.retrieve(state.memory.weights, queries), features["value"])
             return reads, MemoryLayerState(state.memory, state.tails | tails), {}
         resets = None
         if documents is not None:
             mask, resets = documents.mask, documents.starts
         keys, values, gates = self.gates(x, features["key"], features["value"], mask)
+        if self.rotation is not None:
+            initial = None if start is None else start.tails["rotation"]
+            rotated = RotatedInputs(queries, keys, values, gates)
+            rotated, tails["rotation"] = self.rotation(x, rotated, state.tails["rotation"], documents, initial)
+            queries, keys, values, gates = rotated
         if self.preconditioner is not None:
             initial = None if start is None else start.tails["squares"]
             factors, tails["squares"] = self.preconditioner(
@@ -203,11 +211,15 @@ class NeuralMemory(nnx.Module):
         inputs = HeadInputs(queries, keys, values, gates, resets)
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
         report = memory_report(self.rule, self.params(), gates, values, surprise, after.weights)
-        return reads, MemoryLayerState(after, tails), report
+        return self.with_skip(reads, features["value"]), MemoryLayerState(after, tails), report
 
     def inputs(self) -> dict[str, MemoryInput]:
         """The projections that a token goes through."""
         return {"query": self.query, "key": self.key, "value": self.value}
+
+    def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
+        """Reads with what a token's own values [b, t, h, d] add to them beside the memory, in Mamba-3."""
+        return reads if self.rotation is None else self.rotation.with_skip(reads, values)
 
     def retrieve(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
         """Read weights [b, h, ...] with queries [b, t, h, d] and change nothing: [b, t, h, d]."""
@@ -242,6 +254,8 @@ class NeuralMemory(nnx.Module):
             tails["steps"] = init_tail(*sizes, self.dtype, wide_dtype(self.dtype))
         if self.preconditioner is not None:
             tails["squares"] = jnp.zeros((self.num_heads, self.head_dim), wide_dtype(self.dtype))
+        if self.rotation is not None:
+            tails["rotation"] = self.rotation.start(self.dtype)
         state = MemoryLayerState(_replace(first, position=0), tails)
         if persistent is None:
             return state

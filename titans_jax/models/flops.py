@@ -47,7 +47,7 @@ def memory_layer_flops(model: ModelConfig) -> float:
     projections = (inputs + 2) * projection_flops(model)
     convolutions = inputs * 2 * model.conv_size * model.dim
     scalars = sum(width for width, _ in choices.scalar_logits(rule, model.head_dim).values())
-    scalars += 2 * choices.preconditioned
+    scalars += 2 * choices.preconditioned + 3 * choices.rotated_keys
     channels = len(choices.channel_logits(rule))
     low_rank = 2 * model.memory.gate_rank * (model.dim + channels * model.dim) if channels else 0
     gates = 2 * model.dim * model.num_heads * scalars + low_rank

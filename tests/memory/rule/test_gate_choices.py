@@ -84,7 +84,7 @@ def test_every_word_for_a_step_size_steps_forward():
         ({"retention": "forgets"}, "retention is 'forgets': it must be one of 'forget', 'rate'"),
         ({"step_size": None}, "step_size is None: it must be one of 'bounded'"),
         ({"key": "keep"}, "key is 'keep': it must be one of 'forget', 'gla', 'rwkv', 'rate', None, or a LearnedGate."),
-        ({"keys": "both"}, "keys is 'both': it must be one of 'projected', 'complement', 'removal'."),
+        ({"keys": "both"}, "keys is 'both': it must be one of 'projected', 'complement', 'removal', 'rotated'."),
         ({"erase": "keys"}, "erase is 'keys': it must be one of 'all', 'channels', 'head'."),
         ({"preconditioned": True, "channel_steps": True}, "preconditioned is True"),
         ({"keys": "complement"}, "key is None"),

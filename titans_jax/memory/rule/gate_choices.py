@@ -168,7 +168,8 @@ class GateChoices:
     Any other bias with a number of its own, and any where this is False, gets one per head in the same way; both start
     at 1.
     keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
-    rank); "removal", a removal and a replacement key (RWKV-7).
+    rank); "removal", a removal and a replacement key (RWKV-7); "rotated", a token's key and that of the token before,
+    turned by phases (Mamba-3, `layers.rotation`), with gates of their own that those here multiply.
     erase: "all", or with what part of its key a token's error is taken (`Gates.erase`): "channels", a sigmoid of every
     channel, and another one multiplies the values that are written (Gated DeltaNet-2); "head", the sigmoid of a learned
     number of every head, at first 0.73 (Comba).
@@ -186,7 +187,7 @@ class GateChoices:
     lower_bound: bool = False
     channel_steps: bool = False
     bias_gate: bool = False
-    keys: Literal["projected", "complement", "removal"] = "projected"
+    keys: Literal["projected", "complement", "removal", "rotated"] = "projected"
     erase: Literal["all", "channels", "head"] = "all"
     corrected_queries: bool = False
     preconditioned: bool = False
@@ -198,7 +199,7 @@ class GateChoices:
             "step_size": STEP_SIZE_GATES,
             "key": KEY_GATES | {None: None},
             "value": CHANNEL_GATES | {None: None},
-            "keys": dict.fromkeys(("projected", "complement", "removal")),
+            "keys": dict.fromkeys(("projected", "complement", "removal", "rotated")),
             "erase": dict.fromkeys(("all", "channels", "head")),
         }
         for field, table in tables.items():
@@ -253,6 +254,11 @@ class GateChoices:
     def removal_keys(self) -> bool:
         """Whether a token has two keys, one to remove with and one to write with."""
         return self.keys == "removal"
+
+    @property
+    def rotated_keys(self) -> bool:
+        """Whether a token has the key of the token before and its own, turned by phases."""
+        return self.keys == "rotated"
 
     def projected_steps(self, rule: MemoryRule) -> int:
         """How many keys and values of a token are projections: one for each inner step, unless they are made of one."""

@@ -1,6 +1,9 @@
 """Linear recurrent models that came after Miras' Table 1, as presets.
 
-All are matrix memories that start from zero and take every token as a chunk of its own, exact in every form.
+All are matrix memories that start from zero and take every token as a chunk of its own, exact in every form. Around
+them is the backbone that all memories here share, not that of their papers: a short convolution and SiLU (Mamba-3 has
+neither), a norm and a SiLU gate behind the read (Kimi's and Gated DeltaNet-2's gates are sigmoids of low rank, Mamba-3
+has no norm), and channel-wise gates through a low rank (Gated DeltaNet-2's b and w are of full rank).
 """
 
 from __future__ import annotations
@@ -53,6 +56,16 @@ def preconditioned_deltanet() -> MemoryRule:
 def preconditioned_kimi() -> MemoryRule:
     """Diag(a) W - step (m * k)^T (k Diag(a) W - v): Kimi Delta Attention, preconditioned alike (arXiv 2604.21100)."""
     return delta()
+
+
+@register_preset(gates=GateChoices(keys="rotated"))
+def mamba3() -> MemoryRule:
+    """a W + (1 - l) step a k_before^T v_before + l step k^T v, keys turned by phases (arXiv 2603.15569, SISO).
+
+    Two inner steps, of the token before and of the token itself; `titans_jax.layers.rotation` has the equations, and
+    where they are from.
+    """
+    return matrix(biases.dot_product(), algorithms.gradient_descent(steps=2))
 
 
 def delta() -> MemoryRule:
