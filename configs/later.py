@@ -31,10 +31,10 @@ configs = {
     "comba_760m": baseline("comba", "760m"),  # 758,677,248 parameters, 11.3 GiB
     "comba_1b": baseline("comba", "1b"),  # 1,300,593,504 parameters, 19.4 GiB
     # Preconditioned Gated DeltaNet
-    "preconditioned_deltanet_170m": baseline("preconditioned_deltanet", "170m"),  # 170,206,656 parameters, 2.5 GiB
-    "preconditioned_deltanet_340m": baseline("preconditioned_deltanet", "340m"),  # 339,849,600 parameters, 5.1 GiB
-    "preconditioned_deltanet_760m": baseline("preconditioned_deltanet", "760m"),  # 759,858,048 parameters, 11.3 GiB
-    "preconditioned_deltanet_1b": baseline("preconditioned_deltanet", "1b"),  # 1,301,183,760 parameters, 19.4 GiB
+    "preconditioned_delta_170m": baseline("preconditioned_delta", "170m"),  # 170,206,656 parameters, 2.5 GiB
+    "preconditioned_delta_340m": baseline("preconditioned_delta", "340m"),  # 339,849,600 parameters, 5.1 GiB
+    "preconditioned_delta_760m": baseline("preconditioned_delta", "760m"),  # 759,858,048 parameters, 11.3 GiB
+    "preconditioned_delta_1b": baseline("preconditioned_delta", "1b"),  # 1,301,183,760 parameters, 19.4 GiB
     # Preconditioned Kimi Delta Attention
     "preconditioned_kimi_170m": baseline("preconditioned_kimi", "170m"),  # 170,667,072 parameters, 2.5 GiB
     "preconditioned_kimi_340m": baseline("preconditioned_kimi", "340m"),  # 341,077,632 parameters, 5.1 GiB

@@ -57,7 +57,7 @@ configs = {
     "kimi_delta_attention_small": small("kimi_delta_attention"),  # 1,944,336 parameters
     "gated_deltanet_2_small": small("gated_deltanet_2"),  # 1,976,072 parameters
     "comba_small": small("comba"),  # 1,912,624 parameters
-    "preconditioned_deltanet_small": small("preconditioned_deltanet"),  # 1,916,744 parameters
+    "preconditioned_delta_small": small("preconditioned_delta"),  # 1,916,744 parameters
     "preconditioned_kimi_small": small("preconditioned_kimi"),  # 1,948,472 parameters
     "omeganet_small": small("omeganet"),  # 2,079,128 parameters
     "mamba3_small": small("mamba3"),  # 1,924,904 parameters

@@ -252,6 +252,7 @@ def models(arguments: list[str]) -> None:
         rule, gates = preset.make(), preset.gates
         forms.setdefault(choose_form("auto", rule, gates.example(rule), TPU), []).append(name)
         retention = [_gate(gates.retention)] * (gates.retention != "keep")
+        retention += ["with its keys"] * gates.rotated_keys
         retention += [f"{side} channels" for side in ("key", "value") if getattr(gates, side)]
         table.add_row(
             f"{name}\n{state_floats(rule, head_dim):,} floats" + ", exact" * rule.exact,

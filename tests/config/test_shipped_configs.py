@@ -23,7 +23,7 @@ LATER = (
     "kimi_delta_attention",
     "gated_deltanet_2",
     "comba",
-    "preconditioned_deltanet",
+    "preconditioned_delta",
     "preconditioned_kimi",
     "mamba3",
 )

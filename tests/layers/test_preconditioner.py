@@ -14,7 +14,7 @@ from titans_jax.layers.preconditioner import Preconditioner
 
 HEADS, WIDTH, TIME, BATCH = 2, 4, 12, 2
 CONFIG = ModelConfig(
-    dim=8, num_heads=HEADS, head_dim=WIDTH, dtype="float64", memory=MemoryConfig(preset="preconditioned_deltanet")
+    dim=8, num_heads=HEADS, head_dim=WIDTH, dtype="float64", memory=MemoryConfig(preset="preconditioned_delta")
 )
 
 

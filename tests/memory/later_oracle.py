@@ -39,7 +39,7 @@ def comba(queries, keys, values, retention, step_size, erase):
     return np.array(reads)
 
 
-def preconditioned_deltanet(queries, keys, values, retention, step_size, key_step_size):
+def preconditioned_delta(queries, keys, values, retention, step_size, key_step_size):
     """Preconditioned DeltaNet (arXiv 2604.21100): S <- a S; u = beta (v - k^T S); S <- S + (m * k) u^T."""
     return preconditioned_kimi(
         queries, keys, values, np.repeat(retention[:, None], keys.shape[1], axis=1), step_size, key_step_size

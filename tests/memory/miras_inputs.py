@@ -265,8 +265,8 @@ MODELS = {
     "kimi_delta_attention": matrix_model("kimi_delta_attention", draw_kimi, "key_retention", "step_size"),
     "gated_deltanet_2": matrix_model("gated_deltanet_2", draw_gated_deltanet_2, "key_retention", "erase"),
     "comba": matrix_model("comba", draw_comba, "retention", "step_size", "erase"),
-    "preconditioned_deltanet": matrix_model(
-        "preconditioned_deltanet",
+    "preconditioned_delta": matrix_model(
+        "preconditioned_delta",
         functools.partial(draw_preconditioned, draw_gated),
         "retention",
         "step_size",

@@ -84,6 +84,10 @@ def test_what_is_forgotten_can_be_said():
     for name in ("hgrn2", "mamba2"):
         with pytest.raises(ConfigError, match=f"forget is never .* the gates of {name} cannot be changed so"):
             sides(preset=name, forget="never")
+    with pytest.raises(
+        ConfigError, match=r"^model\.memory\.forget is never; mamba3 forgets by what turns its keys: use auto$"
+    ):
+        sides(preset="mamba3", forget="never")
 
 
 @pytest.mark.parametrize("field, name, near", [("bias", "hubert", "huber"), ("retention", "decai", "decay")])
@@ -145,7 +149,7 @@ def test_choices_combine(choices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", [("mac",), ("mag",), ("mal",), ("lmm", "window")])
-@pytest.mark.parametrize("preset", ["memora", "rwkv7", "comba", "preconditioned_deltanet", "mamba3"])
+@pytest.mark.parametrize("preset", ["memora", "rwkv7", "comba", "preconditioned_delta", "mamba3"])
 def test_any_preset_in_any_block(preset, pattern):
     """Through segments, windows and hybrids: a rule with logits for a state, one with two steps a token, one with
     queries that keys correct, and two with a state of the layer's own."""

@@ -40,7 +40,7 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     """How the gates of the preset are made.
 
     Raises:
-      ConfigError: there is no such preset.
+      ConfigError: there is no such preset, or its gates cannot be changed as the other fields say.
     """
     from titans_jax.memory.rule.gate_choices import OPEN_BIAS
 
@@ -50,6 +50,8 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
         changed["forget_bias"] = config.forget_bias
     elif to_start:
         changed["forget_bias"] = OPEN_BIAS
+    if gates.rotated_keys and config.forget == "never":
+        raise ConfigError(f"model.memory.forget is never; {config.preset} forgets by what turns its keys: use auto")
     keeps = (gates.retention, gates.key, gates.value) == ("keep", None, None)
     if keeps and (config.forget == "always" or (config.forget == "auto" and to_start)):
         changed["retention"] = "forget"

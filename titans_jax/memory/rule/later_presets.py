@@ -44,7 +44,7 @@ def gated_deltanet_2() -> MemoryRule:
 
 
 @register_preset(gates=GateChoices("rate", "sigmoid", preconditioned=True))
-def preconditioned_deltanet() -> MemoryRule:
+def preconditioned_delta() -> MemoryRule:
     """a W - step (m * k)^T (k a W - v): Gated DeltaNet whose written key is preconditioned (arXiv 2604.21100).
 
     m is in `key_step_size`; `titans_jax.layers.preconditioner` has its equations, and where they are from.
