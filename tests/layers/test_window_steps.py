@@ -43,8 +43,10 @@ def test_what_a_token_writes_in_its_whole_window_is_one_step():
     np.testing.assert_allclose(layer.gates.error_shares(gates), shares, rtol=1e-5)
 
 
-@pytest.mark.slow_but_for("own")
-@pytest.mark.parametrize("architecture", [None, "polynomial_mlp(degree=2)"], ids=["own", "polynomial"])
+POLYNOMIAL = pytest.param("polynomial_mlp(degree=2)", marks=[pytest.mark.slow, pytest.mark.exhaustive])
+
+
+@pytest.mark.parametrize("architecture", [None, POLYNOMIAL])
 def test_a_fresh_model_is_calm(architecture):
     """The first loss is that of a uniform guess, and its gradient is small, on any text and on one byte for ever."""
     memory = {"preset": "omeganet", "architecture": architecture}

@@ -43,6 +43,12 @@ def test_memory_of_other_architectures(memory, forward, back, between, momentum)
     assert memory_flops(model) == by_hand
 
 
+def test_tokens_of_a_window_are_keys_of_the_next_chunk_too():
+    """By hand, without momentum: 31 keys for 16 queries; keys forward 8, back 4 and written 8, queries 8, in d^2."""
+    model = dataclasses.replace(MODEL, memory=MemoryConfig(preset="omeganet", chunk_size=16, omega_window=16))
+    assert memory_flops(model) == 2 * (20 * 31 * 32**2 // 16 + 8 * 32**2 + 10 * 31 * 32)
+
+
 def test_transformer():
     time = 10
     projections, keys = 4 * 2 * 64 * 64, 5.5

@@ -59,7 +59,7 @@ def test_weights_of_a_window_stand_on_a_band():
     np.testing.assert_array_equal(window_matrix(jnp.asarray(weights)), expected)
 
 
-@pytest.mark.slow_but_for("a chunk's window, momentum-*", "one token before, linear-chunked")
+@pytest.mark.slow_but_for("*-chunked")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_is_its_oracle_however_it_is_cut(name, form):

@@ -33,7 +33,13 @@ def test_every_preset_has_an_oracle():
 
 
 @pytest.mark.slow_but_for(
-    "deltanet-chunked", "gated_deltanet-chunked", "gla-chunked", "mesa-chunked", "yaad-chunked", "memora-chunked"
+    "deltanet-chunked",
+    "gated_deltanet-chunked",
+    "gla-chunked",
+    "mesa-chunked",
+    "omeganet-chunked",
+    "yaad-chunked",
+    "memora-chunked",
 )
 @each_form
 @pytest.mark.parametrize("name", MODELS)
