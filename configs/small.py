@@ -5,11 +5,13 @@
 The text is the source of the running Python's own standard library, read as bytes. For Titans, see quickstart.
 """
 
+from typing import Any
+
 from titans_jax.config import Config, DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainingConfig
 
 
-def small(preset: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
-    """Two blocks of width 256 with this memory rule."""
+def small(preset: str, pattern: tuple[str, ...] = ("lmm",), **memory: Any) -> Config:
+    """Two blocks of width 256 with this memory rule, and other fields of the memory."""
     return Config(
         model=ModelConfig(
             pattern=pattern,
@@ -21,7 +23,7 @@ def small(preset: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
             num_persistent=0,
             dtype="float32",  # bfloat16 is slower than float32 on a CPU
             remat="none",
-            memory=MemoryConfig(preset=preset, expansion=2),
+            memory=MemoryConfig(preset=preset, expansion=2, **memory),
         ),
         data=DataConfig(source="python", packing="stream", sequence_length=128, batch_size=4),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40),
@@ -63,4 +65,6 @@ configs = {
     "mamba3_small": small("mamba3"),  # 1,924,904 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
+    # Memory Caching (arXiv 2602.24281): Titans, read together with what it was at the ends of earlier segments
+    "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,472 parameters
 }

@@ -241,6 +241,7 @@ def models(arguments: list[str]) -> None:
     from rich.table import Table
 
     from titans_jax.memory import FORMS, choose_form
+    from titans_jax.memory.caching import AGGREGATIONS
     from titans_jax.memory.rule.presets import PRESETS, state_floats
     from titans_jax.ops.backend import TPU
 
@@ -267,7 +268,9 @@ def models(arguments: list[str]) -> None:
         f"\nfloats: what a head of width {head_dim} carries from token to token. exact: every form gives the "
         "token-by-token rule; the others give that of chunks. Below a retention, its gates: one a matrix, or of "
         f"channels. Forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}; what auto is on "
-        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}."
+        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}. Any of them can "
+        "be read together with what it was at the ends of earlier segments (model.memory.caching): "
+        f"{', '.join(AGGREGATIONS)}."
     )
 
 

@@ -47,7 +47,8 @@ def test_all_are_there():
     atlas = {f"{model}_{size}" for model in ATLAS for size in sizes}
     baselines = {f"{model}_{size}" for model in (*BASELINES, *LATER) for size in sizes}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
-    assert set(CONFIGS) == titans | miras | atlas | baselines | rest | {"quickstart", "gated_deltanet_h2_small"}
+    others = {"quickstart", "gated_deltanet_h2_small", "memory_caching_small"}
+    assert set(CONFIGS) == titans | miras | atlas | baselines | rest | others
     assert (len(titans), len(miras), len(rest)) == (25, 24, 16 + len(LATER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
 

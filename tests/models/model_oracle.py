@@ -226,5 +226,50 @@ class Model:
         if len(prefix):
             _, states = self.write(p, rows, slice(0, len(prefix)), states)
             states = [oracle.State(state.weights, state.momentum, state.weights, 0) for state in states]
+        if self.config.memory.caching is not None:
+            return self.leave(p, x, self.cached_reads(p, x, rows, states))
         reads, _ = self.write(p, rows, slice(len(prefix), None), states)
         return self.leave(p, x, reads)
+
+    def cached_reads(self, p, x, rows, first):
+        """Memory Caching, token by token: reads of x, which comes last in `rows`, from the states `first` on."""
+        memory, before = self.config.memory, len(rows) - len(x)
+        queries = self.features(p, "query", rows, None)[before:]
+        name, _, said = memory.caching.partition("(k=")
+        states, kept, reads = first, [], []
+        for t in range(len(x)):
+            opened = t - t % memory.cache_segment
+            if t == opened and t:
+                kept.append(states)
+                states = first if memory.cache_restart else states
+            read, states = self.write(p, rows, slice(before + t, before + t + 1), states)
+            shares = np.ones(len(kept) + 1)
+            if name == "average":
+                shares /= len(shares)
+            elif name != "residual":
+                starts = range(0, opened + 1, memory.cache_segment)
+                means = [x[start : min(start + memory.cache_segment, t + 1)].mean(axis=0) for start in starts]
+                kernel = p["memory", "score", "kernel"]
+                scores = np.array([x[t] @ kernel @ mean for mean in means]) / np.sqrt(self.config.dim)
+                if name == "sparse":  # those that the chunk's first token likes best
+                    asking = x[t - t % memory.chunk_size] @ kernel
+                    liked = sorted(range(len(kept)), key=lambda i: -(asking @ means[i]))  # noqa: B023
+                    scores[liked[int(said[:-1]) :]] = -np.inf
+                shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            answer = shares[-1] * read[0]
+            if kept and name in ("soup", "average"):
+                past = shares[:-1] / shares[:-1].sum()
+                mixed = [
+                    oracle.State(
+                        [sum(a * w for a, w in zip(past, layer, strict=True)) for layer in zip(*weights, strict=True)],
+                        None,
+                        None,
+                    )
+                    for weights in ([states[head].weights for states in kept] for head in range(len(states)))
+                ]
+                answer = answer + shares[:-1].sum() * self.retrieve(p, mixed, queries[t : t + 1])[0]
+            else:
+                for share, old in zip(shares, kept, strict=False):
+                    answer = answer + share * self.retrieve(p, old, queries[t : t + 1])[0]
+            reads.append(answer)
+        return np.array(reads)

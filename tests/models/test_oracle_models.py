@@ -13,6 +13,8 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
     small.config("mac", mac_write="attention", memory={"forget_to": "zero"}),
     small.config("lmm", memory=small.SHARED),
     small.config("mac", memory=small.SHARED | {"momentum": False}),
+    small.config("mag", memory={"caching": "gated", "cache_segment": 8}),
+    small.config("mal", memory={"caching": "soup", "cache_segment": 4, "cache_restart": True}),
     small.config("mal", conv_size=6, memory={"architecture": "gated_mlp", "form": "associative"}),
 ]
 
@@ -20,7 +22,8 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
 def name(config):
     literal = "-literal" * (config.memory.forget_to == "zero")
     shared = "-shared" * (config.memory.step_unit == "error")
-    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}{shared}"
+    kept = "" if config.memory.caching is None else f"-{config.memory.caching}"
+    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}{shared}{kept}"
 
 
 @pytest.mark.slow_but_for("mac-None", "mag-linear", "lmm+window-None", "mac-None-shared")

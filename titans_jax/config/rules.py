@@ -14,6 +14,7 @@ from titans_jax.config.schema import ConfigError, MemoryConfig, ModelConfig
 from titans_jax.registry import PACKAGE, did_you_mean
 
 if TYPE_CHECKING:
+    from titans_jax.memory.caching import Aggregation
     from titans_jax.memory.rule.gate_choices import GateChoices
     from titans_jax.memory.rule.presets import Preset
     from titans_jax.memory.rule.rule import MemoryRule
@@ -72,6 +73,32 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
             f"model.memory.forget is {config.forget} and channel_retention {config.channel_retention}; the gates of "
             f"{config.preset} cannot be changed so ({str(error).rstrip('.')}): use auto and None"
         ) from error
+
+
+def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
+    """How kept memories are read, None where none are kept.
+
+    Raises:
+      ConfigError: there is no such way, or segments are no whole chunks.
+    """
+    if config.caching is None:
+        return None
+    from titans_jax.memory.caching import AGGREGATIONS
+
+    name, arguments = read_call("model.memory.caching", config.caching)
+    part = registered(AGGREGATIONS, "model.memory.caching", name)
+    _check_arguments("model.memory.caching", config.caching, part, arguments)
+    chunk_size = memory_rule(config).chunk_size
+    if config.cache_segment % chunk_size:
+        below = max(config.cache_segment // chunk_size, 1) * chunk_size
+        raise ConfigError(
+            f"model.memory.cache_segment is {config.cache_segment}; use a multiple of model.memory.chunk_size "
+            f"{chunk_size}, such as {below}"
+        )
+    try:
+        return part(**arguments)
+    except ValueError as error:
+        raise ConfigError(f"model.memory.caching is {config.caching!r}; {str(error).rstrip('.')}") from error
 
 
 def step_size_bound(model: ModelConfig) -> float:

@@ -83,6 +83,14 @@ class MemoryConfig:
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""
+    caching: str | None = None
+    """Memory Caching: how the memories kept at the ends of segments are read together with the running one, by name:
+    `residual`, `average`, `gated`, `soup` or `sparse(k=4)`; None keeps none. For lmm, mag and mal. Its state grows by a
+    memory every segment."""
+    cache_segment: int = 256
+    """Tokens of a segment of `caching`, a multiple of the rule's chunk. Packed documents start at multiples of it."""
+    cache_restart: bool = False
+    """Begin every segment of `caching` with the memory of a document's start; False goes on from the last one."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 

@@ -15,6 +15,7 @@ from titans_jax.config import (
     ConfigError,
     ModelConfig,
     ProcessesConfig,
+    cache_aggregation,
     did_you_mean,
     gate_choices,
     import_extensions,
@@ -90,6 +91,7 @@ def describe(hint: Any) -> str:
 _AT_LEAST_ONE = (
     "model.dim model.depth model.num_heads model.head_dim model.vocab_size model.segment model.window model.conv_size "
     "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps model.memory.gate_rank "
+    "model.memory.cache_segment "
     "data.sequence_length data.batch_size "
     "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
     "training.evaluation_batches training.evaluate_samples training.evaluate_length training.diagnostics_every "
@@ -151,6 +153,7 @@ def _validate_model(model: ModelConfig) -> None:
             f"model.head_dim is {model.head_dim}; use 4 or more, as {model.memory.preset} turns pairs of a half of its "
             "channels"
         )
+    cache_aggregation(model.memory)
 
 
 def _validate_batch(config: Config) -> None:

@@ -155,7 +155,7 @@ class Scorer:
         return filled
 
     def _empty(self, rows: int, length: int) -> Any:
-        # Only full attention asks for the length; rounded, so that texts of similar length share a compilation.
+        # Only full attention and caching ask for it; rounded, so that texts of similar length share a compilation.
         return self._states.empty(self._params, rows, -(-(length + self.window) // CACHE_MULTIPLE) * CACHE_MULTIPLE)
 
     def _read_window(self, params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Any, ...]:

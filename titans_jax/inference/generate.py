@@ -142,7 +142,7 @@ class Generator:
         """
         ids = [self.encode(prompt, memory) for prompt in prompts]
         ends, out = np.array([len(row) for row in ids]), np.zeros(len(ids), np.int32)
-        # Only full attention asks for the length; rounded, so that prompts of similar length share a compilation.
+        # Only full attention and caching ask for it; rounded, so that prompts of similar length share a compilation.
         length = -(-(max(ends) + max_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
         state, read = self._states.empty(params, len(ids), int(length)), 0
         if memory is not None:

@@ -33,6 +33,8 @@ from titans_jax.errors import TitansError
 from titans_jax.models import granularity
 
 FORMAT = "1"
+LONG = 1 << 30
+"""A length at which whatever grows with what is read has grown; no array of it is made."""
 PIECE = 1024
 """Tokens read at once, or the next whole number of segments."""
 SMALL_PIECES = (256, 16, 1)
@@ -124,15 +126,17 @@ class Reader:
       graphdef, params: the model. tokenizer: the one it was trained with.
 
     Raises:
-      MemoryFileError: the model keeps every token (full attention), so that no memory of constant size is to be had.
+      MemoryFileError: the model keeps every token (full attention) or more and more memories (caching), so that no
+        memory of constant size is to be had.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, params: Any, tokenizer: Tokenizer):
         self._graphdef, self._params, self._tokenizer = graphdef, params, tokenizer
         self.abstract_state = self._shapes(8)
-        if jax.tree.map(lambda x: x.shape, self.abstract_state) != jax.tree.map(lambda x: x.shape, self._shapes(16)):
+        if jax.tree.map(lambda x: x.shape, self.abstract_state) != jax.tree.map(lambda x: x.shape, self._shapes(LONG)):
             raise MemoryFileError(
-                "the model has full attention, which keeps every token; use one of lmm, mac, mag, mal or window blocks"
+                "the model has full attention, which keeps every token, or caching, which keeps a memory of every "
+                "segment; use one of lmm, mac, mag, mal or window blocks, with model.memory.caching None"
             )
         config = nnx.merge(graphdef, params).config
         self.fingerprint = fingerprint(config, params)

@@ -1,6 +1,7 @@
 """Layers (Flax NNX) between the memory core and the models. State goes in and comes out; no layer hides any."""
 
 from titans_jax.layers.attention import Attention
+from titans_jax.layers.cached_memory import CachedMemory, memory_layer
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
@@ -10,10 +11,12 @@ from titans_jax.layers.persistent import PersistentTokens
 
 __all__ = [
     "Attention",
+    "CachedMemory",
     "CausalConvolution",
     "FeedForward",
     "GatedMerge",
     "NeuralMemory",
     "PersistentTokens",
     "RMSNorm",
+    "memory_layer",
 ]

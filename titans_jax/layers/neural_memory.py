@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from titans_jax import memory
-from titans_jax.config import ModelConfig, gate_choices, memory_rule
+from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import MemoryGates
@@ -100,11 +100,18 @@ class NeuralMemory(nnx.Module):
 
     writes: False leaves the memory at its start, exactly: it is read, in training as in streaming, and never written,
     not even with persistent tokens. What the memory is worth is measured by it (`models.without_writes`).
+    caches: whether what the memory was is kept and read too, which `CachedMemory` does.
     """
 
     writes = True
+    caches = False
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        if config.memory.caching is not None and not self.caches:
+            raise ConfigError(
+                f"model.memory.caching is {config.memory.caching!r}, and a NeuralMemory keeps nothing; use None, or "
+                "the layer that `layers.memory_layer` makes"
+            )
         self.rule, self.form = memory_rule(config.memory), config.memory.form
         self.rematerialised = config.remat != "none"
         self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
@@ -180,17 +187,43 @@ class NeuralMemory(nnx.Module):
 
         The report is that of `memory_report`. Without `writes` the state's memory stays as it is, and there is none.
         """
+        features, state = self.features(x, state, documents, start)
+        if not self.writes:
+            reads = self.retrieve(state.memory.weights, features["query"])
+            return self.with_skip(reads, features["value"]), state, {}
+        inputs, state = self.head_inputs(x, features, state, documents, start, mask)
+        reads, state, report = self.write(inputs, state, start)
+        return self.with_skip(reads, features["value"]), state, report
+
+    def features(
+        self,
+        x: jax.Array,
+        state: MemoryLayerState,
+        documents: Documents | None = None,
+        start: MemoryLayerState | None = None,
+    ) -> tuple[dict[str, jax.Array], MemoryLayerState]:
+        """Queries, keys and values of x by name, [b, t, h, (n,) d], and the state with the convolutions' next tails."""
         features, tails = {}, {}
         for name, module in self.inputs().items():
             initial_tail = None if start is None else start.tails[name]
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
-        queries = self.gates.queries(features["query"], features["key"])
-        if not self.writes:
-            reads = self.with_skip(self.retrieve(state.memory.weights, queries), features["value"])
-            return reads, MemoryLayerState(state.memory, state.tails | tails), {}
-        resets = None
+        features["query"] = self.gates.queries(features["query"], features["key"])
+        return features, MemoryLayerState(state.memory, state.tails | tails)
+
+    def head_inputs(
+        self,
+        x: jax.Array,
+        features: dict[str, jax.Array],
+        state: MemoryLayerState,
+        documents: Documents | None = None,
+        start: MemoryLayerState | None = None,
+        mask: jax.Array | None = None,
+    ) -> tuple[HeadInputs, MemoryLayerState]:
+        """What the memories of x are given, and the state with its other next tails."""
+        resets, tails = None, {}
         if documents is not None:
             mask, resets = documents.mask, documents.starts
+        queries = features["query"]
         keys, values, gates = self.gates(x, features["key"], features["value"], mask)
         if self.rotation is not None:
             initial = None if start is None else start.tails["rotation"]
@@ -209,9 +242,15 @@ class NeuralMemory(nnx.Module):
             )
             gates = dataclasses.replace(gates, step_size=gates.step_size * left[..., None])
         inputs = HeadInputs(queries, keys, values, gates, resets)
+        return inputs, MemoryLayerState(state.memory, state.tails | tails)
+
+    def write(
+        self, inputs: HeadInputs, state: MemoryLayerState, start: MemoryLayerState | None = None
+    ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
+        """Reads [b, t, h, d] of memories that write their inputs, the state with these memories, and a report."""
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
-        report = memory_report(self.rule, self.params(), gates, values, surprise, after.weights)
-        return self.with_skip(reads, features["value"]), MemoryLayerState(after, tails), report
+        report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
+        return reads, MemoryLayerState(after, state.tails), report
 
     def inputs(self) -> dict[str, MemoryInput]:
         """The projections that a token goes through."""
@@ -263,8 +302,11 @@ class NeuralMemory(nnx.Module):
         after, tails = jax.tree.map(lambda leaf: leaf[0], (_replace(state.memory, position=None), state.tails))
         return MemoryLayerState(memory.start_chunk(after), tails)
 
-    def init_state(self, batch: int, persistent: jax.Array | None = None) -> MemoryLayerState:
-        """`start` for every row of a batch, as arrays only: the state that streaming starts with."""
+    def init_state(
+        self, batch: int, persistent: jax.Array | None = None, max_length: int | None = None
+    ) -> MemoryLayerState:
+        """`start` for every row of a batch, as arrays only: the state that streaming starts with. Its size is the same
+        whatever is read, so max_length changes nothing."""
         state = broadcast(self.start(persistent), batch)
         return state._replace(memory=_replace(state.memory, position=jnp.zeros((), jnp.int32)))
 

@@ -83,8 +83,11 @@ class Block(nnx.Module):
 
     @classmethod
     def granularity(cls, config: ModelConfig) -> int:
-        """Packed documents start at multiples of this: a chunk of the memory, if there is one, else 1."""
-        return memory_rule(config.memory).chunk_size if cls.has_memory else 1
+        """Packed documents start at multiples of this: a chunk of the memory, if there is one, else 1; where memories
+        are kept, a segment of `cache_segment` tokens."""
+        if not cls.has_memory:
+            return 1
+        return memory_rule(config.memory).chunk_size if config.memory.caching is None else config.memory.cache_segment
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

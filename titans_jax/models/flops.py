@@ -7,7 +7,7 @@ caps it. Work that rematerialisation repeats is not counted, nor look-ups and el
 
 from __future__ import annotations
 
-from titans_jax.config import ModelConfig, gate_choices, memory_rule
+from titans_jax.config import ModelConfig, cache_aggregation, gate_choices, memory_rule
 from titans_jax.layers.feed_forward import hidden_width
 
 TOKENS_PER_BLOCK = 64
@@ -52,6 +52,17 @@ def memory_layer_flops(model: ModelConfig) -> float:
     low_rank = 2 * model.memory.gate_rank * (model.dim + channels * model.dim) if channels else 0
     gates = 2 * model.dim * model.num_heads * scalars + low_rank
     return projections + convolutions + gates + model.num_heads * memory_flops(model)
+
+
+def caching_flops(model: ModelConfig, time: int) -> float:
+    """Reads of kept memories, of which a row of `time` tokens sees its earlier segments', and the projection of scores;
+    0 without caching. What sparse reads leave out in training is read all the same."""
+    aggregation = cache_aggregation(model.memory)
+    if aggregation is None:
+        return 0.0
+    whole, rest = divmod(time, model.memory.cache_segment)
+    kept = (model.memory.cache_segment * whole * (whole - 1) / 2 + rest * whole) / time
+    return kept * memory_read_flops(model) + projection_flops(model) * aggregation.scored
 
 
 def memory_read_flops(model: ModelConfig) -> int:

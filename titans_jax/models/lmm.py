@@ -4,13 +4,14 @@ import jax
 from flax import nnx
 
 from titans_jax.config import ModelConfig
+from titans_jax.layers.cached_memory import CachedMemoryState, memory_layer
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
-from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
+from titans_jax.layers.neural_memory import MemoryLayerState
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
 from titans_jax.models.block import Block, register_block
-from titans_jax.models.flops import feed_forward_flops, memory_layer_flops
+from titans_jax.models.flops import caching_flops, feed_forward_flops, memory_layer_flops
 
 
 @register_block("lmm")
@@ -26,23 +27,26 @@ class LMM(Block):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.persistent = PersistentTokens(config, rngs=rngs)
         self.memory_norm = RMSNorm(config, config.dim, rngs=rngs)
-        self.memory = NeuralMemory(config, rngs=rngs)
+        self.memory = memory_layer(config, rngs=rngs)
         self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
 
     def __call__(
-        self, x: jax.Array, state: MemoryLayerState | None = None, documents: Documents | None = None
-    ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
+        self,
+        x: jax.Array,
+        state: MemoryLayerState | CachedMemoryState | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[jax.Array, MemoryLayerState | CachedMemoryState | None, dict[str, jax.Array]]:
         """See `Block`."""
         y, state, report = self.memory(self.memory_norm(x), state, documents, self.persistent())
         x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
-    def init_state(self, batch: int, max_length: int | None = None) -> MemoryLayerState:
-        """See `Block`; of constant size, so max_length changes nothing."""
-        return self.memory.init_state(batch, self.persistent())
+    def init_state(self, batch: int, max_length: int | None = None) -> MemoryLayerState | CachedMemoryState:
+        """See `Block`; of constant size unless memories are kept (`caching`), which needs max_length."""
+        return self.memory.init_state(batch, self.persistent(), max_length)
 
     @staticmethod
     def forward_flops(config: ModelConfig, time: int) -> float:
         """See `Block`."""
-        return memory_layer_flops(config) + feed_forward_flops(config)
+        return memory_layer_flops(config) + caching_flops(config, time) + feed_forward_flops(config)

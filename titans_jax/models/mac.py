@@ -40,6 +40,7 @@ from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
 from titans_jax.models.block import Block, register_block
 from titans_jax.models.flops import (
     attention_flops,
@@ -150,7 +151,12 @@ class MAC(Block):
 
     @staticmethod
     def check(config: ModelConfig) -> None:
-        """A segment is a whole number of the memory's chunks."""
+        """A segment is a whole number of the memory's chunks, and no memory is kept."""
+        if config.memory.caching is not None:
+            raise ConfigError(
+                f"model.memory.caching is {config.memory.caching!r}, which mac does not do, as its segments' attention "
+                "reads the memory too; use None, or a pattern of lmm, mag or mal"
+            )
         chunk_size = config.memory.chunk_size
         if config.segment % chunk_size:
             below = max(config.segment // chunk_size, 1) * chunk_size
@@ -181,7 +187,9 @@ class MAC(Block):
             mask = None
             if documents is not None:
                 mask, starts = documents.mask, documents.starts[:, 0]
-                memory = jax.tree.map(lambda new, old: jnp.where(_like(starts, old), new, old), first.memory, memory)
+                memory = jax.tree.map(
+                    lambda new, old: jnp.where(flags_like(starts, old), new, old), first.memory, memory
+                )
             weights = memory.memory.weights
             memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, state.prefix, mask=mask)
             return memory, (y, reads, weights, context, report)
@@ -198,11 +206,10 @@ class MAC(Block):
         end = whole * self.segment
         memory, parts = state.memory, []
         if whole:
-            cut = functools.partial(_cut, whole, self.segment)
+            cut = functools.partial(to_segments, whole, self.segment)
             memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
-            merge = lambda rows: jnp.moveaxis(rows, 0, 1).reshape(batch, end, *rows.shape[3:])  # noqa: E731
-            report = {n: r[-1] if n == "weight_norm" else merge(r) for n, r in report.items()}
-            parts.append((merge(y), merge(reads), report))
+            report = {n: r[-1] if n == "weight_norm" else from_segments(r) for n, r in report.items()}
+            parts.append((from_segments(y), from_segments(reads), report))
         state = self._open_segment(memory, tail, state.prefix)
         if rest:
             memory, (y, reads, weights, context, report) = one_segment(
@@ -225,7 +232,7 @@ class MAC(Block):
             return state, (y[:, 0], reads[:, 0], report)
 
         state, (y, reads, report) = jax.lax.scan(one_token, state, jnp.moveaxis(x, 1, 0))
-        report = {n: r[-1] if n == "weight_norm" else jnp.moveaxis(r[..., 0], 0, 1) for n, r in report.items()}
+        report = report_of_tokens(report)
         return jnp.moveaxis(y, 0, 1), jnp.moveaxis(reads, 0, 1), state, report
 
     def _token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
@@ -303,17 +310,6 @@ class MAC(Block):
         reads, memory, report = self.memory.memorize(z, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
         return memory, (y, side_by_side(reads), context, report)
-
-
-def _cut(segments: int, segment: int, rows: jax.Array) -> jax.Array:
-    """[b, t, ...] to its whole segments in front, [segments, b, segment, ...]."""
-    whole = rows[:, : segments * segment].reshape(-1, segments, segment, *rows.shape[2:])
-    return jnp.moveaxis(whole, 1, 0)
-
-
-def _like(rows: jax.Array, leaf: jax.Array) -> jax.Array:
-    """[b] with trailing axes, to broadcast against leaf [b, ...]."""
-    return rows.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
 def _join(reports: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:

@@ -7,15 +7,17 @@ from flax import nnx
 
 from titans_jax.config import ModelConfig
 from titans_jax.layers.attention import Attention, AttentionState
+from titans_jax.layers.cached_memory import CachedMemoryState, memory_layer
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
-from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
+from titans_jax.layers.neural_memory import MemoryLayerState
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
 from titans_jax.models.block import Block, register_block
 from titans_jax.models.flops import (
     attention_flops,
+    caching_flops,
     feed_forward_flops,
     mean_causal_keys,
     memory_layer_flops,
@@ -27,7 +29,7 @@ from titans_jax.models.flops import (
 class MAGState(NamedTuple):
     """States of the two branches."""
 
-    memory: MemoryLayerState
+    memory: MemoryLayerState | CachedMemoryState | None
     attention: AttentionState | None
 
 
@@ -46,7 +48,7 @@ class MAG(Block):
         self.persistent = PersistentTokens(config, rngs=rngs)
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, config.window, rngs=rngs)
-        self.memory = NeuralMemory(config, rngs=rngs)
+        self.memory = memory_layer(config, rngs=rngs)
         self.merge = GatedMerge(config, rngs=rngs)
         self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
@@ -63,9 +65,9 @@ class MAG(Block):
         return x + self.feed_forward(self.feed_forward_norm(x)), MAGState(memory, attention), report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MAGState:
-        """See `Block`; of constant size, so max_length changes nothing."""
+        """See `Block`; of constant size unless memories are kept (`caching`), which needs max_length."""
         return MAGState(
-            self.memory.init_state(batch, self.persistent()),
+            self.memory.init_state(batch, self.persistent(), max_length),
             self.attention.init_state(batch, max_length, self.persistent()),
         )
 
@@ -73,4 +75,10 @@ class MAG(Block):
     def forward_flops(config: ModelConfig, time: int) -> float:
         """See `Block`."""
         window = attention_flops(config, mean_causal_keys(time, config.window)) + persistent_flops(config)
-        return window + memory_layer_flops(config) + projection_flops(config) + feed_forward_flops(config)
+        return (
+            window
+            + memory_layer_flops(config)
+            + caching_flops(config, time)
+            + projection_flops(config)
+            + feed_forward_flops(config)
+        )

@@ -7,14 +7,16 @@ from flax import nnx
 
 from titans_jax.config import ModelConfig
 from titans_jax.layers.attention import Attention, AttentionState
+from titans_jax.layers.cached_memory import CachedMemoryState, memory_layer
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
-from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory
+from titans_jax.layers.neural_memory import MemoryLayerState
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
 from titans_jax.models.block import Block, register_block
 from titans_jax.models.flops import (
     attention_flops,
+    caching_flops,
     feed_forward_flops,
     mean_causal_keys,
     memory_layer_flops,
@@ -25,7 +27,7 @@ from titans_jax.models.flops import (
 class MALState(NamedTuple):
     """States of the two layers."""
 
-    memory: MemoryLayerState
+    memory: MemoryLayerState | CachedMemoryState | None
     attention: AttentionState | None
 
 
@@ -43,7 +45,7 @@ class MAL(Block):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.persistent = PersistentTokens(config, rngs=rngs)
         self.memory_norm = RMSNorm(config, config.dim, rngs=rngs)
-        self.memory = NeuralMemory(config, rngs=rngs)
+        self.memory = memory_layer(config, rngs=rngs)
         self.attention_norm = RMSNorm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, config.window, rngs=rngs)
         self.feed_forward_norm = RMSNorm(config, config.dim, rngs=rngs)
@@ -61,9 +63,9 @@ class MAL(Block):
         return x + self.feed_forward(self.feed_forward_norm(x)), MALState(memory, attention), report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MALState:
-        """See `Block`; of constant size, so max_length changes nothing."""
+        """See `Block`; of constant size unless memories are kept (`caching`), which needs max_length."""
         return MALState(
-            self.memory.init_state(batch, self.persistent()),
+            self.memory.init_state(batch, self.persistent(), max_length),
             self.attention.init_state(batch, max_length, self.persistent()),
         )
 
@@ -71,4 +73,4 @@ class MAL(Block):
     def forward_flops(config: ModelConfig, time: int) -> float:
         """See `Block`."""
         window = attention_flops(config, mean_causal_keys(time, config.window)) + persistent_flops(config)
-        return memory_layer_flops(config) + window + feed_forward_flops(config)
+        return memory_layer_flops(config) + caching_flops(config, time) + window + feed_forward_flops(config)

@@ -81,10 +81,11 @@ class BlockStack(nnx.Module):
 
         Args:
           batch_size: rows.
-          max_length: tokens to make room for; only "attention" blocks, whose cache is this long, need it.
+          max_length: tokens to make room for; only "attention" blocks, whose cache is this long, and memories that are
+            kept (`MemoryConfig.caching`), one for every segment, need it.
 
         Raises:
-          ValueError: the pattern has an "attention" block and max_length is None.
+          ValueError: something needs it and max_length is None.
         """
 
         def one_cycle(cycle: Cycle) -> tuple:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, did_you_mean, gate_choices, memory_rule
+from titans_jax.layers.cached_memory import CachedMemoryState
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.neural_memory import MemoryLayerState
 from titans_jax.memory.rule.presets import PRESETS
@@ -94,7 +95,8 @@ def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
 
 
 def state_floats(model: ModelConfig, sequence_length: int) -> int:
-    """Floats that a layer carries from token to token for one sequence: its memories, or the cache of attention.
+    """Floats that a layer carries from token to token for one sequence: its memories, those that are kept too, or the
+    cache of attention.
 
     Not counted: the last inputs of the convolutions, the same for all memories; the open chunk's keys, where steps are
     shared; the anchor of a memory whose every token is a chunk, which is its weights once more; and what blocks with
@@ -103,16 +105,21 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
     graphdef, params = abstract_model(model)
     state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
     if has_memory(model):
+        kept = [layer.kept for layer in jax.tree.leaves(state, is_leaf=_is_cached) if _is_cached(layer)]
         memories = [layer.memory for layer in jax.tree.leaves(state, is_leaf=_is_memory) if _is_memory(layer)]
         if memory_rule(model.memory).chunk_size == 1:
             memories = [dataclasses.replace(memory, anchor=()) for memory in memories]
-        state = memories
+        state = memories, kept
     floats = [x.size for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(floats) // model.depth
 
 
 def _is_memory(leaf: object) -> bool:
     return isinstance(leaf, MemoryLayerState)
+
+
+def _is_cached(leaf: object) -> bool:
+    return isinstance(leaf, CachedMemoryState)
 
 
 def one_graph(make: Callable[[nnx.GraphDef], Made]) -> Callable[[nnx.GraphDef], Made]:

@@ -130,8 +130,8 @@ def read(
 
 
 def split_columns(matrices: Matrices, parts: int):
-    """`parts` tuples of matrices, each with its share of the columns of every one."""
-    return [matrices] if parts == 1 else zip(*(jnp.split(matrix, parts, axis=1) for matrix in matrices), strict=True)
+    """`parts` tuples of matrices [..., in, out], each with its share of the columns of every one."""
+    return [matrices] if parts == 1 else zip(*(jnp.split(matrix, parts, axis=-1) for matrix in matrices), strict=True)
 
 
 def since_zero(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:

@@ -1,0 +1,227 @@
+"""Memory Caching as a layer: against numpy token by token, streaming, documents, and a memory that is never written."""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
+from titans_jax.layers import CachedMemory, NeuralMemory, memory_layer
+from titans_jax.layers.document_layout import find_documents
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from model_oracle import Model  # noqa: E402
+
+CHUNK, SEGMENT, TIME, LENGTH = 2, 4, 18, 24
+EXHAUSTIVE = [pytest.param(way, marks=pytest.mark.exhaustive) for way in ("residual", "average", "soup")]
+EVERY_WAY = ["gated", "sparse(k=1)", *EXHAUSTIVE]
+ONE_WAY = ["gated", pytest.param("sparse(k=1)", marks=pytest.mark.exhaustive), *EXHAUSTIVE]
+"""Shares are tested one by one in tests/memory/test_caching.py."""
+CONFIG = ModelConfig(
+    pattern=("lmm",), dim=8, depth=1, num_heads=2, head_dim=4, num_persistent=3, dtype="float64",
+    memory=MemoryConfig(chunk_size=CHUNK, expansion=2, step_unit="head_dim", max_step_size=0.1, cache_segment=SEGMENT),
+)  # fmt: skip
+
+
+def configured(caching, **fields):
+    memory = dataclasses.replace(CONFIG.memory, caching=caching, **fields)
+    return dataclasses.replace(CONFIG, memory=memory)
+
+
+@functools.cache
+def layer_of(config):
+    """A layer with random parameters, whose scores are large enough to choose by."""
+    layer = nnx.eval_shape(lambda: memory_layer(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(layer)
+    rng = np.random.default_rng(1)
+    draw = lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape))  # noqa: E731
+    return nnx.merge(graphdef, jax.tree.map(draw, params))
+
+
+def inputs(batch=2, time=TIME, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, time, CONFIG.dim)))
+
+
+PERSISTENT = np.random.default_rng(3).normal(size=(3, CONFIG.dim))
+
+
+@jax.jit
+def row(layer, x):
+    return layer(x, persistent=jnp.asarray(PERSISTENT))[0]
+
+
+@jax.jit
+def init_state(layer):
+    return layer.init_state(2, jnp.asarray(PERSISTENT), LENGTH)
+
+
+@jax.jit
+def read_on(layer, x, state):
+    return layer(x, state)[:2]
+
+
+def in_pieces(layer, x, pieces, state=None):
+    state, reads, begin = init_state(layer) if state is None else state, [], 0
+    for size in pieces:
+        y, state = read_on(layer, x[:, begin : begin + size], state)
+        reads.append(y)
+        begin += size
+    return jnp.concatenate(reads, axis=1), state
+
+
+def recurrence(config, x, caching=""):
+    """The numpy model's memory on rows x, with the parameters of this configuration's layer; caching None: without."""
+    leaves = nnx.to_flat_state(nnx.state(layer_of(config)))
+    params = {("memory", *path): np.array(leaf[...]) for path, leaf in leaves}
+    params["persistent", "tokens"] = PERSISTENT
+    model = Model(config if caching == "" else configured(caching), {})
+    return np.stack([model.memory(params, np.array(one)) for one in x])
+
+
+@pytest.fixture(autouse=True)
+def doubles():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("caching", EVERY_WAY)
+def test_reads_equal_the_numpy_recurrence(caching):
+    """Four whole segments and an open one, after persistent tokens."""
+    config, x = configured(caching), inputs()
+    expected = recurrence(config, x)
+    np.testing.assert_allclose(row(layer_of(config), x), expected, rtol=1e-10, atol=1e-10 * abs(expected).max())
+    without = recurrence(config, x, caching=None)
+    np.testing.assert_allclose(without[:, :SEGMENT], expected[:, :SEGMENT], rtol=1e-12)  # nothing is kept yet
+    assert abs(without - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("caching", ["residual", pytest.param("gated", marks=pytest.mark.exhaustive)])
+def test_segments_that_restart_equal_the_numpy_recurrence(caching):
+    config = configured(caching, cache_restart=True)
+    layer, x = layer_of(config), inputs()
+    expected = recurrence(config, x)
+    np.testing.assert_allclose(row(layer, x), expected, rtol=1e-10, atol=1e-10 * abs(expected).max())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("caching", ["residual", "gated"])
+def test_pieces_of_segments_that_restart_equal_the_whole(caching):
+    layer, x = layer_of(configured(caching, cache_restart=True)), inputs()
+    whole = row(layer, x)
+    for pieces in ([6, 6, 6], [1, 1, 1, 1, 6, 1, 6, 1]):
+        found, _ = in_pieces(layer, x, pieces)
+        np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-10 * abs(whole).max())
+
+
+@pytest.mark.parametrize("caching", ONE_WAY)
+def test_the_gradient_is_the_difference_of_losses(caching):
+    """Through caches, gates and the memory, along one random direction of parameters and inputs."""
+    graphdef, params = nnx.split(layer_of(configured(caching)))
+    rng, point = np.random.default_rng(5), (params, inputs(batch=1, time=12))
+    direction = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), point)
+    loss = jax.jit(jax.value_and_grad(lambda point: jnp.sum(jnp.sin(nnx.merge(graphdef, point[0])(point[1])[0]))))
+    gradient = loss(point)[1]
+    leaves = jax.tree.leaves(gradient)
+    assert all(np.isfinite(leaf).all() and np.any(leaf != 0) for leaf in leaves)
+    slope = sum(float(jnp.vdot(g, d)) for g, d in zip(leaves, jax.tree.leaves(direction), strict=True))
+    ahead, behind = (loss(jax.tree.map(lambda x, d: x + sign * 1e-5 * d, point, direction))[0] for sign in (1, -1))  # noqa: B023
+    assert float(ahead - behind) / 2e-5 == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("caching", ["gated", "sparse(k=1)"])
+def test_a_later_token_changes_no_earlier_read(caching):
+    layer, x = layer_of(configured(caching)), inputs()
+    before = np.array(row(layer, x))
+    for t in (1, 6, 11):
+        after = np.array(row(layer, x.at[:, t].add(1.0)))
+        np.testing.assert_array_equal(after[:, :t], before[:, :t])
+        assert (after[:, t:] != before[:, t:]).any(axis=(0, 2)).all()  # all later segments read what it wrote
+
+
+@pytest.mark.parametrize("caching", ["sparse(k=1)", pytest.param("gated", marks=pytest.mark.exhaustive), *EXHAUSTIVE])
+def test_pieces_equal_the_whole(caching):
+    """Inside a segment, over borders token by token, from a border over several, and one by one."""
+    layer, x = layer_of(configured(caching)), inputs()
+    whole = row(layer, x)
+    for pieces in ([3, 3, 1, 1, 7, 3], [7, 1, 7, 3]):
+        assert sum(pieces) == TIME
+        found, state = in_pieces(layer, x, pieces)
+        np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-10 * abs(whole).max())
+    assert int(state.tokens) == TIME
+    same = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
+    assert jax.tree.map(same, state) == jax.tree.map(same, init_state(layer))
+
+
+def test_a_state_that_is_known_to_be_at_a_border():
+    layer, x = layer_of(configured("sparse(k=1)")), inputs()
+    first, state = in_pieces(layer, x, [7, 1])
+    running = state.running._replace(memory=dataclasses.replace(state.running.memory, position=0))
+    last, _ = jax.jit(lambda state: layer(x[:, 8:], state._replace(running=running))[:2])(state)
+    whole = row(layer, x)
+    found = jnp.concatenate([first, last], axis=1)
+    np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-10 * abs(whole).max())
+
+
+def test_documents_keep_to_themselves():
+    """Documents that begin with a segment equal themselves alone; padding between them changes nothing."""
+    layer, x = layer_of(configured("gated")), inputs(batch=1, time=20)
+    ids = jnp.asarray([1] * 6 + [0] * 2 + [2] * 9 + [0] * 3, jnp.int32)[None]
+    packed = jax.jit(lambda x, ids: layer(x, documents=find_documents(ids), persistent=jnp.asarray(PERSISTENT))[0])
+    found = packed(x, ids)
+    for begin, end in ((0, 6), (8, 17)):
+        alone = jnp.zeros_like(x).at[:, : end - begin].set(x[:, begin:end])
+        alone = row(layer, jnp.concatenate([alone[:, :TIME]] * 2))[:1, : end - begin]
+        np.testing.assert_allclose(found[:, begin:end], alone, rtol=1e-10, atol=1e-10 * abs(alone).max())
+    padding = packed(x.at[:, 6:8].add(1.0), ids)
+    np.testing.assert_array_equal(padding[0, ids[0] > 0], found[0, ids[0] > 0])
+    misplaced = jnp.roll(ids, 2)
+    assert jnp.isnan(packed(x, misplaced)).all()
+
+
+def test_beyond_its_room_a_state_is_never_silently_wrong():
+    layer, x = layer_of(configured("sparse(k=1)")), inputs(time=LENGTH)
+    _, state = in_pieces(layer, x, [7, 7, 7, 3])
+    beyond, _ = in_pieces(layer, x, [1], state)
+    assert jnp.isnan(beyond).all()
+    with pytest.raises(ValueError, match="x holds 25 tokens, and the state has room for 24"):
+        layer(inputs(time=25), init_state(layer))
+    with pytest.raises(ValueError, match="max_length is None"):
+        layer.init_state(1)
+
+
+@pytest.mark.parametrize("caching", ["gated", pytest.param("residual", marks=pytest.mark.exhaustive)])
+def test_without_writes_every_kept_memory_is_the_start(caching):
+    """Shares that sum to 1 then read what a layer without caches reads, and the norm behind takes the sum of equal
+    answers back: what writing is worth is measured against the same model."""
+    layer, x = layer_of(configured(caching)), inputs()
+    cached, plain = nnx.merge(*nnx.split(layer)), nnx.merge(*nnx.split(layer_of(CONFIG)))
+    cached.writes = plain.writes = False
+    nnx.update(plain, nnx.filter_state(nnx.state(layer), lambda path, _: "score" not in path))
+    without = row(plain, x)
+    tolerance = 1e-10 if caching == "gated" else 1e-4  # the norm's epsilon
+    np.testing.assert_allclose(row(cached, x), without, rtol=0, atol=tolerance * abs(without).max())
+    assert abs(row(layer, x) - without).max() > 1e-3
+    if caching == "gated":
+        found, state = in_pieces(cached, x, [6, 6, 6])
+        np.testing.assert_allclose(found, row(cached, x), rtol=0, atol=1e-10 * abs(without).max())
+        start = init_state(cached).running.memory.weights
+        jax.tree.map(np.testing.assert_array_equal, state.running.memory.weights, start)
+
+
+def test_the_average_needs_no_parameters():
+    """A layer that was trained without caches reads by it: the same tree of parameters."""
+    plain, cached = layer_of(CONFIG), layer_of(configured("average"))
+    assert type(plain) is NeuralMemory and type(cached) is CachedMemory
+    shapes = lambda layer: jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(nnx.state(layer)))  # noqa: E731
+    assert shapes(plain) == shapes(cached)
+
+
+def test_a_layer_without_caches_refuses_to_be_asked_for_them():
+    with pytest.raises(ConfigError, match="^model.memory.caching is 'gated', and a NeuralMemory keeps nothing"):
+        NeuralMemory(configured("gated"), rngs=nnx.Rngs(0))

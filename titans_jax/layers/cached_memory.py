@@ -1,0 +1,422 @@
+"""Memory Caching as a layer: a neural memory and what it was at the ends of earlier segments, read together.
+
+    u_t = x_t W_u                                                       where the aggregation is scored
+    score of segment i = <u_t, mean of x over segment i> / sqrt(dim)    the running one: its mean up to x_t
+    reads_t = aggregation of M(1)(q_t), .., M(s-1)(q_t), M_t(s)(q_t)    titans_jax.memory.caching
+    y = (rms_norm(reads) * silu(x W_g)) W_o                             as without caches
+
+A whole row is written segment by segment, by a scan, and then read at once, with gradients through all that was kept.
+Streaming keeps memories in an array of fixed size. Readings: memory/README.md, Memory Caching.
+
+Shapes: b batch, t time, h heads, d head_dim, n kept memories.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from titans_jax import memory
+from titans_jax.config import ModelConfig, cache_aggregation
+from titans_jax.layers.document_layout import Documents, aligned
+from titans_jax.layers.memory_report import memory_report, weights_read
+from titans_jax.layers.neural_memory import HeadInputs, MemoryLayerState, NeuralMemory, broadcast
+from titans_jax.layers.projections import projection, wide_dtype
+from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
+from titans_jax.memory.caching import read_together
+from titans_jax.memory.state import WindowTokens
+from titans_jax.ops.matmul import inner_products
+
+Matrices = tuple[jax.Array, ...]
+
+
+class Pools(NamedTuple):
+    """What scores are made of: the mean input of every kept segment [b, n, dim], the sum of the open segment's inputs
+    [b, dim], and u of the open chunk's first token [b, dim]."""
+
+    means: jax.Array
+    total: jax.Array
+    opening: jax.Array
+
+
+class Carried(NamedTuple):
+    """What a memory carries from one chunk to the next: a `MemoryState` at a chunk's start, where all else is known."""
+
+    weights: Matrices
+    momentum: Matrices
+    window: WindowTokens | None
+
+    @classmethod
+    def of(cls, state: memory.MemoryState) -> "Carried":
+        """What a state at a chunk's start carries."""
+        return cls(state.weights, state.momentum, state.window)
+
+    def state(self) -> memory.MemoryState:
+        """The state at a chunk's start that carries this."""
+        return memory.MemoryState(self.weights, self.momentum, self.weights, 0, self.window)
+
+
+class CachedMemoryState(NamedTuple):
+    """What streaming carries.
+
+    running: the memory that is written. kept: weights as they are read at the ends of segments, [b, capacity, h, in,
+    out] of every fast matrix. pools: None where there are no scores. first: what every segment begins with, None where
+    one goes on from the last. tokens: int32 scalar, how many were read.
+    """
+
+    running: MemoryLayerState
+    kept: Matrices
+    pools: Pools | None
+    first: Carried | None
+    tokens: jax.Array
+
+
+class Asked(NamedTuple):
+    """What scores are products of: u of every token and of its chunk's first one [b, t, dim], the means of kept
+    segments [b, n, dim], and of a token's own segment up to it [b, t, dim]."""
+
+    u: jax.Array
+    opening: jax.Array
+    means: jax.Array
+    running_means: jax.Array
+
+
+class Segments(NamedTuple):
+    """Tokens from a segment's start on, after they were written: queries, values and the running memory's reads
+    [b, t, h, d], the weights at the ends of their whole segments [b, n, h, in, out], the state of the running memory, a
+    report."""
+
+    queries: jax.Array
+    values: jax.Array
+    reads: jax.Array
+    ends: Matrices
+    after: MemoryLayerState
+    report: dict[str, jax.Array]
+
+
+class CachedMemory(NeuralMemory):
+    """A `NeuralMemory` that is read together with what it was at the ends of earlier segments, [b, t, dim] -> the same.
+
+    `memorize` and `retrieve` are those of the running memory alone. Without `writes` all memories, kept ones too, are
+    the start's, so that shares which sum to 1 read what a memory without caches would.
+    """
+
+    caches = True
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        self.aggregation = cache_aggregation(config.memory)
+        self.segment, self.restarts = config.memory.cache_segment, config.memory.cache_restart
+        axes = ("embed", None) if self.aggregation.scored else None
+        self.score = axes and projection(config, config.dim, config.dim, axes, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        state: CachedMemoryState | None = None,
+        documents: Documents | None = None,
+        persistent: jax.Array | None = None,
+    ) -> tuple[jax.Array, CachedMemoryState | None, dict[str, jax.Array]]:
+        """Args and results as of `NeuralMemory`, but that documents start at multiples of a segment (else all reads of
+        the row are NaN), and that without a state none is returned. A state that is asked for more segments than it has
+        room for gives NaN.
+
+        Raises:
+          ValueError: x alone is longer than what the state has room for.
+        """
+        if state is None:
+            reads, report = self._row(x, self.start(persistent), documents)
+            return self.output(x, reads), None, report
+        time, room = x.shape[1], (state.kept[0].shape[1] + 1) * self.segment
+        if time > room:
+            raise ValueError(
+                f"x holds {time} tokens, and the state has room for {room}: give init_state a longer max_length"
+            )
+        at_start = isinstance(state.running.memory.position, int)
+        if at_start:
+            reads, state, report = self._from_start(x, state)
+        elif time == 1:
+            reads, state, report = self._inside(x, state)
+        else:
+            position = state.tokens % self.segment
+            one_by_one = functools.partial(self._token_by_token, x, state)
+            if time <= self.segment:
+                fits, at_once = position + time <= self.segment, functools.partial(self._inside, x, state)
+            else:
+                fits, at_once = position == 0, functools.partial(self._from_start, x, state)
+            reads, state, report = jax.lax.cond(fits, at_once, one_by_one)
+        return self.output(x, reads), state, report
+
+    def init_state(
+        self, batch: int, persistent: jax.Array | None = None, max_length: int | None = None
+    ) -> CachedMemoryState:
+        """An empty state with room for the segments of `max_length` tokens.
+
+        Raises:
+          ValueError: max_length is None.
+        """
+        if max_length is None:
+            raise ValueError("max_length is None; a memory is kept every segment, so give the longest length to come")
+        capacity = max(1, (max_length - 1) // self.segment)
+        running = super().init_state(batch, persistent)
+        weights = self._as_read(running.memory.weights)
+        kept = tuple(jnp.zeros((batch, capacity, *w.shape[1:]), w.dtype) for w in weights)
+        pools = None
+        if self.score is not None:
+            dim, dtype = self.score.in_features, wide_dtype(self.dtype)
+            empty = jnp.zeros((batch, dim), dtype)
+            pools = Pools(jnp.zeros((batch, capacity, dim), dtype), empty, empty.astype(self.dtype))
+        first = Carried.of(running.memory) if self.restarts else None
+        return CachedMemoryState(running, kept, pools, first, jnp.zeros((), jnp.int32))
+
+    # Writing
+
+    def _segments(
+        self,
+        x: jax.Array,
+        running: MemoryLayerState,
+        first: Carried | None,
+        documents: Documents | None = None,
+        start: MemoryLayerState | None = None,
+    ) -> Segments:
+        """Write x [b, t, dim] from a segment's start on: a scan over the whole segments, then what is left.
+
+        Args:
+          first: what a document begins with, and every segment where they restart.
+          start: the state before a document's first token, without the batch axis; with documents.
+        """
+        features, running = self.features(x, running, documents, start)
+        queries, values = features["query"], features["value"]
+        batch, time = x.shape[:2]
+        whole, rest = divmod(time, self.segment)
+        weights = running.memory.weights
+        if not self.writes:
+            ends = tuple(jnp.broadcast_to(w[:, None], (batch, whole, *w.shape[1:])) for w in self._as_read(weights))
+            return Segments(queries, values, self.retrieve(weights, queries), ends, running, {})
+        inputs, running = self.head_inputs(x, features, running, documents, start)
+        inputs = inputs._replace(resets=None)  # documents begin with a segment
+        begins = None if documents is None else documents.starts[:, :: self.segment].T  # [segments, b]
+
+        def one_segment(
+            carry: Carried, segment: tuple[HeadInputs, jax.Array | None]
+        ) -> tuple[memory.MemoryState, tuple]:
+            inputs, begins = segment
+            if self.restarts:
+                carry = first
+            elif begins is not None:
+                carry = jax.tree.map(lambda new, old: jnp.where(flags_like(begins, old), new, old), first, carry)
+            reads, after, surprise = self._memorize(carry.state(), inputs, None)
+            return after, (reads, surprise, self._as_read(after.weights))
+
+        def scanned(carry: Carried, segment: Any) -> tuple[Carried, tuple]:
+            after, outputs = one_segment(carry, segment)
+            return Carried.of(after), outputs
+
+        parts, ends, carry = [], (), Carried.of(running.memory)
+        if whole:
+            before = None if begins is None else begins[:whole]
+            cut = functools.partial(to_segments, whole, self.segment)
+            carry, (reads, surprise, ends) = jax.lax.scan(scanned, carry, (jax.tree.map(cut, inputs), before))
+            parts.append(jax.tree.map(from_segments, (reads, surprise)))
+            ends = tuple(jnp.moveaxis(w, 0, 1) for w in ends)
+        after = carry.state()
+        if rest:
+            left = jax.tree.map(lambda leaf: leaf[:, time - rest :], inputs)
+            after, (*part, _) = one_segment(carry, (left, None if begins is None else begins[whole]))
+            parts.append(tuple(part))
+        reads, surprise = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
+        report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
+        return Segments(inputs.queries, values, reads, ends, running._replace(memory=after), report)
+
+    # Reading a whole row
+
+    def _row(
+        self, x: jax.Array, start: MemoryLayerState, documents: Documents | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Reads of x [b, t, dim] from the start of a row, and a report."""
+        batch, time = x.shape[:2]
+        running = broadcast(start, batch)
+        first = Carried.of(running.memory)
+        queries, values, reads, ends, _, report = self._segments(x, running, first, documents, start)
+        count = (time - 1) // self.segment  # the last segment's end is read by no token of the row
+        if count:
+            segments = jnp.arange(time, dtype=jnp.int32) // self.segment
+            visible = segments[:, None] > jnp.arange(count, dtype=jnp.int32)[None]
+            visible = jnp.broadcast_to(visible[None], (batch, time, count))
+            if documents is not None:
+                of_kept = documents.index[:, :: self.segment][:, :count]
+                visible &= of_kept[:, None] == documents.index[..., None]
+            asked = None
+            if self.score is not None:
+                means = self._means(x)
+                asked = Asked(*self._ask(x), self._of_whole_segments(means)[:, :count], means)
+            shares = self._shares(visible, asked)
+            reads = self._together(tuple(w[:, :count] for w in ends), shares, queries, reads, self.segment)
+        if documents is not None:
+            reads = jnp.where(aligned(documents, self.segment)[:, None, None, None], reads, jnp.nan)
+        return self.with_skip(reads, values), report
+
+    # Streaming
+
+    def _inside(
+        self, x: jax.Array, state: CachedMemoryState
+    ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
+        """x [b, t, dim] whose last token is at most the last of the open segment."""
+        batch, time = x.shape[:2]
+        position, capacity = state.tokens % self.segment, state.kept[0].shape[1]
+        running = state.running
+        if state.first is not None:
+            now = running.memory
+            carry = jax.tree.map(functools.partial(jnp.where, position == 0), state.first, Carried.of(now))
+            anchor = jax.tree.map(functools.partial(jnp.where, position == 0), state.first.weights, now.anchor)
+            running = running._replace(memory=dataclasses.replace(carry.state(), anchor=anchor, position=now.position))
+        features, running = self.features(x, running)
+        if self.writes:
+            inputs, running = self.head_inputs(x, features, running)
+            reads, running, report = self.write(inputs, running)
+            queries = inputs.queries
+        else:
+            queries, report = features["query"], {}
+            reads = self.retrieve(running.memory.weights, queries)
+        is_over = position + time == self.segment
+        slot = jnp.where(is_over, state.tokens // self.segment, capacity)
+        end, asked, pools = self._as_read(running.memory.weights), None, None
+        kept = tuple(old.at[:, slot].set(new, mode="drop") for old, new in zip(state.kept, end, strict=True))
+        if self.score is not None:
+            inputs = x.astype(state.pools.total.dtype)
+            sums = state.pools.total[:, None] + jnp.cumsum(inputs, axis=1)
+            counts = position + 1 + jnp.arange(time, dtype=jnp.int32)
+            means = sums / counts.astype(sums.dtype)[None, :, None]
+            kept_means = state.pools.means.at[:, slot].set(means[:, -1], mode="drop")
+            u, opening = self._ask(x, position, state.pools.opening)
+            pools = Pools(kept_means, jnp.where(is_over, 0, sums[:, -1]), opening[:, -1])
+            asked = Asked(u, opening, kept_means, means)
+        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), features["value"])
+        return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
+
+    def _from_start(
+        self, x: jax.Array, state: CachedMemoryState
+    ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
+        """x [b, t, dim] from a segment's start on."""
+        time = x.shape[1]
+        whole = time // self.segment
+        running = state.running
+        running = running._replace(memory=dataclasses.replace(running.memory, position=0))
+        queries, values, reads, ends, running, report = self._segments(x, running, state.first)
+        slots = state.tokens // self.segment + jnp.arange(whole, dtype=jnp.int32)
+        put = lambda old, new: old.at[:, slots].set(new, mode="drop")  # noqa: E731
+        kept, asked, pools = jax.tree.map(put, state.kept, ends) if whole else state.kept, None, None
+        if self.score is not None:
+            means = self._means(x)
+            kept_means = put(state.pools.means, self._of_whole_segments(means))
+            u, opening = self._ask(x)
+            total = jnp.sum(x[:, whole * self.segment :].astype(means.dtype), axis=1)
+            pools, asked = Pools(kept_means, total, opening[:, -1]), Asked(u, opening, kept_means, means)
+        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), values)
+        return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
+
+    def _token_by_token(
+        self, x: jax.Array, state: CachedMemoryState
+    ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
+        """x [b, t, dim] from anywhere in a segment on."""
+
+        def one_token(state: CachedMemoryState, token: jax.Array) -> tuple[CachedMemoryState, Any]:
+            reads, state, report = self._inside(token[:, None], state)
+            return state, (reads[:, 0], report)
+
+        state, (reads, report) = jax.lax.scan(one_token, state, jnp.moveaxis(x, 1, 0))
+        return jnp.moveaxis(reads, 0, 1), state, report_of_tokens(report)
+
+    def _read_kept(
+        self, tokens: jax.Array, kept: Matrices, asked: Asked | None, queries: jax.Array, reads: jax.Array
+    ) -> jax.Array:
+        """The reads [b, t, h, d] of tokens from number `tokens` on, of a state's kept memories too."""
+        batch, time = queries.shape[:2]
+        capacity = kept[0].shape[1]
+        segments = (tokens + jnp.arange(time, dtype=jnp.int32)) // self.segment
+        visible = segments[:, None] > jnp.arange(capacity, dtype=jnp.int32)[None]
+        shares = self._shares(jnp.broadcast_to(visible[None], (batch, time, capacity)), asked)
+        most = self.aggregation.most
+        if time == 1 and most is not None and most < capacity:
+            best = jax.lax.top_k(shares[:, 0, :-1], most)[1]
+            kept = tuple(jnp.take_along_axis(w, best.reshape(*best.shape, 1, 1, 1), axis=1) for w in kept)
+            past = jnp.take_along_axis(shares[..., :-1], best[:, None], axis=2)
+            shares = jnp.concatenate([past, shares[..., -1:]], axis=2)
+        reads = self._together(kept, shares, queries, reads)
+        return jnp.where((segments <= capacity)[None, :, None, None], reads, jnp.nan)
+
+    def _state(
+        self,
+        running: MemoryLayerState,
+        kept: Matrices,
+        pools: Pools | None,
+        first: Carried | None,
+        tokens: jax.Array,
+    ) -> CachedMemoryState:
+        position = jnp.asarray(running.memory.position, jnp.int32)
+        running = running._replace(memory=dataclasses.replace(running.memory, position=position))
+        return CachedMemoryState(running, kept, pools, first, tokens)
+
+    # Shares
+
+    def _means(self, x: jax.Array) -> jax.Array:
+        """The mean of x [b, t, dim], read from a segment's start on, over a token's segment up to it, [b, t, dim]."""
+        batch, time, dim = x.shape
+        rows = jnp.pad(x.astype(wide_dtype(self.dtype)), [(0, 0), (0, -time % self.segment), (0, 0)])
+        sums = jnp.cumsum(rows.reshape(batch, -1, self.segment, dim), axis=2)
+        counts = 1 + jnp.arange(self.segment, dtype=sums.dtype)
+        return (sums / counts[None, None, :, None]).reshape(batch, -1, dim)[:, :time]
+
+    def _of_whole_segments(self, means: jax.Array) -> jax.Array:
+        """`_means` at the ends of whole segments, [b, n, dim]."""
+        return means[:, self.segment - 1 :: self.segment]
+
+    def _ask(
+        self, x: jax.Array, position: int | jax.Array = 0, carried: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """u of every token of x [b, t, dim], and that of its chunk's first token.
+
+        position: of the first in its segment; carried: u of the open chunk's first token [b, dim].
+        """
+        u, chunk = self.score(x), max(1, self.rule.chunk_size // self.rule.algorithm.steps)
+        tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
+        opened = tokens - (position + tokens) % self.segment % chunk
+        before = u[:, :1] if carried is None else carried[:, None]
+        return u, jnp.take(jnp.concatenate([before, u], axis=1), jnp.maximum(opened, -1) + 1, axis=1)
+
+    def _shares(self, visible: jax.Array, asked: Asked | None) -> jax.Array:
+        """The shares of kept memories, of which a token sees those that are visible [b, t, n], and of the running one:
+        [b, t, n + 1]."""
+        dtype = wide_dtype(self.dtype)
+        opening, own = jnp.zeros(visible.shape, dtype), jnp.zeros((*visible.shape[:2], 1), dtype)
+        scores = opening
+        if asked is not None:
+            scale = asked.u.shape[-1] ** -0.5
+            products = jax.vmap(functools.partial(inner_products, operand_dtype=self.dtype))
+            scores, opening = (scale * products(u, asked.means) for u in (asked.u, asked.opening))
+            own = scale * jnp.sum(asked.u.astype(dtype) * asked.running_means, axis=-1, keepdims=True)
+        visible = jnp.concatenate([visible, jnp.ones(own.shape, bool)], axis=2)
+        return self.aggregation.shares(jnp.concatenate([scores, own], axis=2), opening, visible)
+
+    def _together(
+        self, kept: Matrices, shares: jax.Array, queries: jax.Array, reads: jax.Array, segment: int | None = None
+    ) -> jax.Array:
+        """`read_together` of a batch of heads, [b, t, h, d]."""
+
+        def one(params, kept, shares, queries, reads):
+            return read_together(self.aggregation, self.rule, params, kept, shares, queries, reads, segment)
+
+        heads = jax.vmap(one, in_axes=(0, 1, None, 1, 1), out_axes=1)
+        return jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))(self.params(), kept, shares, queries, reads)
+
+    def _as_read(self, weights: Matrices) -> Matrices:
+        """The fast weights [b, h, in, out] that a segment starting with the carried ones would read."""
+        return weights_read(self.rule, self.params(), weights)
+
+
+def memory_layer(config: ModelConfig, *, rngs: nnx.Rngs) -> NeuralMemory:
+    """The memory layer of a configuration: a `CachedMemory` where it asks for caching, else a `NeuralMemory`."""
+    return (NeuralMemory if config.memory.caching is None else CachedMemory)(config, rngs=rngs)

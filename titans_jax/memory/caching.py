@@ -1,0 +1,220 @@
+"""Memory Caching (arXiv 2602.24281): a memory that is read together with what it was at the ends of earlier segments.
+
+The equations are taken from secondary notes of the paper that agree, not from its text (memory/README.md, Memory
+Caching). In the s-th segment token t is answered by the memories M(i) that were kept at the ends of the segments before
+its own, and by the running memory M_t(s):
+
+    residual    y_t = M_t(s)(q_t) + sum_{i<s} M(i)(q_t)                                        eq 7
+    gated       y_t = g_t(s) M_t(s)(q_t) + sum_{i<s} g_t(i) M(i)(q_t)                          eq 9
+                g_t = softmax over i <= s of <u_t, mean of segment i>                          eq 10
+    soup        the same of weights: the memory whose weights are sum_i g_t(i) W(i), read once   eq 14-15
+    sparse      gated, with the k kept memories of the largest <u, mean of segment i>          eq 16-17
+
+An aggregation is a class that says the shares of the memories in an answer; adding one touches nothing else. What reads
+is pure functions on arrays, one head of one sequence; callers vmap over batch and heads.
+
+Shapes: t tokens, d head_dim, n kept memories.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.forms.inner_gradient import read, split_columns
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.memory.state import Matrices, Params
+from titans_jax.ops.matmul import matmul, to_state_dtype
+from titans_jax.ops.recursive_blocks import halves, to_blocks
+from titans_jax.registry import Registry
+
+AGGREGATIONS: Registry[Callable[..., Aggregation]] = Registry("aggregation of caches")
+"""Ways to read several memories together, by name."""
+
+register_aggregation = AGGREGATIONS.register
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregation(abc.ABC):
+    """How much each memory has of an answer. An aggregation declares:
+
+    scored: shares are made of scores, for which the layer learns a projection. of_weights: what is averaged are the
+    kept memories' weights, not their answers. most: how many kept memories have a share at most; None is all.
+    """
+
+    scored = False
+    of_weights = False
+    most: ClassVar[int | None] = None
+
+    @abc.abstractmethod
+    def shares(self, scores: jax.Array, opening: jax.Array, visible: jax.Array) -> jax.Array:
+        """[..., t, n + 1], 0 where not visible; the last column is the running memory.
+
+        Args:
+          scores: <u_t, mean of the segment> [..., t, n + 1]; zeros where the aggregation is not scored.
+          opening: the scores of kept memories by the first token of t's chunk, [..., t, n].
+          visible: bool [..., t, n + 1], the memories that a token may be answered by; its running one always.
+        """
+
+
+@register_aggregation()
+@dataclasses.dataclass(frozen=True)
+class Residual(Aggregation):
+    """The sum of all answers (eq 7)."""
+
+    def shares(self, scores: jax.Array, opening: jax.Array, visible: jax.Array) -> jax.Array:
+        return visible.astype(scores.dtype)
+
+
+@register_aggregation()
+@dataclasses.dataclass(frozen=True)
+class Average(Aggregation):
+    """A soup of equal shares, which has no parameters: for a model that was trained without caches."""
+
+    of_weights = True
+
+    def shares(self, scores: jax.Array, opening: jax.Array, visible: jax.Array) -> jax.Array:
+        equal = visible.astype(scores.dtype)
+        return equal / jnp.sum(equal, axis=-1, keepdims=True)
+
+
+@register_aggregation()
+@dataclasses.dataclass(frozen=True)
+class Gated(Aggregation):
+    """Answers by a softmax of scores (eq 9-10)."""
+
+    scored = True
+
+    def shares(self, scores: jax.Array, opening: jax.Array, visible: jax.Array) -> jax.Array:
+        return jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+
+
+@register_aggregation()
+@dataclasses.dataclass(frozen=True)
+class Soup(Gated):
+    """Weights by a softmax of scores (eq 14-15); of a linear memory the same as `gated`."""
+
+    of_weights = True
+
+
+@register_aggregation()
+@dataclasses.dataclass(frozen=True)
+class Sparse(Gated):
+    """`Gated` with the k kept memories of the best scores only, and the running one (eq 16-17).
+
+    They are chosen once a chunk, by its first token, so that a block of queries reads the same memories: a deviation.
+    The paper chooses token by token, as it is here where every token is a chunk.
+    """
+
+    k: int = 4
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"k is {self.k!r}: use a whole number of 1 or more, for example 4.")
+
+    @property
+    def most(self) -> int:
+        return self.k
+
+    def shares(self, scores: jax.Array, opening: jax.Array, visible: jax.Array) -> jax.Array:
+        kept = opening.shape[-1]
+        if kept > self.k:
+            best = jax.lax.top_k(jnp.where(visible[..., :-1], opening, -jnp.inf), self.k)[1]
+            chosen = jnp.any(jax.nn.one_hot(best, kept, dtype=bool), axis=-2)
+            visible = visible & jnp.concatenate([chosen, jnp.ones_like(visible[..., -1:])], axis=-1)
+        return super().shares(scores, opening, visible)
+
+
+def read_together(
+    aggregation: Aggregation,
+    rule: MemoryRule,
+    params: Params,
+    kept: Matrices,
+    shares: jax.Array,
+    queries: jax.Array,
+    running: jax.Array,
+    segment: int | None = None,
+) -> jax.Array:
+    """The answers of kept memories and of the running one together, [t, d] in the state's dtype.
+
+    No form makes the running memory's weights token by token, so where weights are averaged they are those of the kept
+    memories, and the running one has its share of the answer: a deviation, but for linear memories, where both agree.
+
+    Args:
+      kept: fast weights as they are read, [n, in, out] of every fast matrix.
+      shares: [t, n + 1], the last those of the running memory.
+      queries: [t, d]; their dtype is that of operands.
+      running: the running memory's reads, [t, d].
+      segment: tokens of a segment, where the queries are a whole row and kept are the ends of its own segments, of
+        which a token's shares are 0 but before its segment: then only these are read. None reads all.
+    """
+    past, now = shares[:, :-1], shares[:, -1:]
+    if not aggregation.of_weights:
+        answer = functools.partial(read, rule, params)
+        return now * running + sum_over_kept(answer, kept, queries, past, segment)
+    left = jnp.sum(past, axis=1, keepdims=True)
+    past = past / jnp.where(left > 0, left, 1)
+    product = lambda matrix, rows: matmul(rows, matrix, queries.dtype)  # noqa: E731
+
+    def linears(parts: int) -> list[Callable[[int, jax.Array], jax.Array]]:
+        return [
+            lambda i, x, cut=cut: sum_over_kept(product, cut[i], x, past, segment) for cut in split_columns(kept, parts)
+        ]
+
+    soup = rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(queries))
+    return now * running + left * soup
+
+
+def sum_over_kept(
+    function: Callable[[Any, jax.Array], jax.Array],
+    kept: Any,
+    rows: jax.Array,
+    shares: jax.Array,
+    segment: int | None = None,
+) -> jax.Array:
+    """sum_i shares[t, i] function(kept_i, rows)_t, [t, ...], of rows [t, ...], kept [n, ...] and shares [t, n].
+
+    segment: as in `read_together`. Segments are then halved again and again: every token of a later half reads all ends
+    of the earlier one, at every level in one batch, so that nothing is computed for what comes later, to be dropped.
+    """
+    if segment is None:
+        return _weighted_sum(function, kept, rows, shares)
+    segments, size, levels = -(-len(rows) // segment), 1, []
+    while size < segments:
+        groups = -(-(segments - size) // (2 * size))  # whose later half holds a token
+        earlier = jax.tree.map(lambda x: halves(to_blocks(size, _fit(x, 2 * size * groups)))[0], kept)  # noqa: B023
+        later = lambda x: halves(to_blocks(size * segment, _fit(x, 2 * size * groups * segment)))[1]  # noqa: B023, E731
+        columns = (2 * size * jnp.arange(groups, dtype=jnp.int32))[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        shares_here = jnp.take_along_axis(
+            later(_fit(shares.T, 2 * size * groups).T), columns[:, None], axis=2, mode="clip"
+        )
+        answers = jax.vmap(functools.partial(_weighted_sum, function))(earlier, later(rows), shares_here)
+        both = jnp.stack([jnp.zeros_like(answers), answers], axis=1)
+        levels.append(_fit(both.reshape(-1, *answers.shape[2:]), len(rows)))
+        size *= 2
+    return sum(levels)
+
+
+def _weighted_sum(
+    function: Callable[[Any, jax.Array], jax.Array], kept: Any, rows: jax.Array, shares: jax.Array
+) -> jax.Array:
+    """`sum_over_kept` of all, one after the other: what is inside the memories is never there for several of them."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def add(total: jax.Array, one: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
+        weights, share = one
+        return total + share[:, None] * function(weights, rows), None
+
+    answer = jax.eval_shape(function, jax.tree.map(lambda x: x[0], kept), rows)
+    return jax.lax.scan(add, jnp.zeros(answer.shape, answer.dtype), (kept, shares.T))[0]
+
+
+def _fit(x: jax.Array, count: int) -> jax.Array:
+    """The first `count` of x [n, ...], zeros where there are fewer."""
+    return jnp.pad(x[:count], [(0, max(0, count - len(x)))] + [(0, 0)] * (x.ndim - 1))
