@@ -207,11 +207,18 @@ def test_without_writes_every_kept_memory_is_the_start(caching):
     tolerance = 1e-10 if caching == "gated" else 1e-4  # the norm's epsilon
     np.testing.assert_allclose(row(cached, x), without, rtol=0, atol=tolerance * abs(without).max())
     assert abs(row(layer, x) - without).max() > 1e-3
-    if caching == "gated":
-        found, state = in_pieces(cached, x, [6, 6, 6])
-        np.testing.assert_allclose(found, row(cached, x), rtol=0, atol=1e-10 * abs(without).max())
-        start = init_state(cached).running.memory.weights
-        jax.tree.map(np.testing.assert_array_equal, state.running.memory.weights, start)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("caching", ["gated", "soup"])
+def test_pieces_without_writes_equal_the_whole_and_no_memory_moves(caching):
+    layer, x = nnx.merge(*nnx.split(layer_of(configured(caching)))), inputs()
+    layer.writes = False
+    found, state = in_pieces(layer, x, [6, 6, 6])
+    whole = row(layer, x)
+    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-10 * abs(whole).max())
+    start = init_state(layer).running.memory.weights
+    jax.tree.map(np.testing.assert_array_equal, state.running.memory.weights, start)
 
 
 def test_the_average_needs_no_parameters():

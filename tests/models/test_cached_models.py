@@ -23,6 +23,7 @@ def cached(*pattern, caching="gated", depth=1, **fields):
     return small.config(*pattern, memory=memory, depth=depth, **fields)
 
 
+@pytest.mark.exhaustive
 def test_a_finished_model_is_read_with_the_average_of_its_caches():
     """The same parameters under the structure of another configuration."""
     plain = small.config("lmm", depth=1)
