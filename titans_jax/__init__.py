@@ -3,6 +3,8 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from titans_jax.xla_flags import avoid_faulty_reductions
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -12,6 +14,8 @@ try:
     __version__ = version("titans-jax")
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "unknown"
+
+avoid_faulty_reductions()
 
 
 def load(folder: "str | Path") -> "Run":

@@ -158,6 +158,24 @@ def test_pieces_equal_the_whole(caching):
     assert jax.tree.map(same, state) == jax.tree.map(same, init_state(layer))
 
 
+OF_THEIR_OWN = ["omeganet", "mamba3", "comba", "preconditioned_kimi"]
+"""Presets whose layers carry more than weights from segment to segment, or read with other queries than projected."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("preset", OF_THEIR_OWN)
+def test_pieces_equal_the_whole_whatever_a_preset_carries(preset, restart):
+    fields = {} if preset == "omeganet" else {"step_unit": "error", "max_step_size": 3.0}
+    layer = layer_of(configured("gated", preset=preset, cache_restart=restart, **fields))
+    x = inputs()
+    whole = row(layer, x)
+    found, _ = in_pieces(layer, x, [3, 1, 4, 1, 6, 3])
+    np.testing.assert_allclose(found, whole, rtol=1e-9, atol=1e-9 * abs(whole).max())
+    alone = row(layer, jnp.concatenate([x[:, :SEGMENT], x[:, :SEGMENT]], axis=1))  # in another segment, other answers
+    assert abs(alone[:, SEGMENT:] - whole[:, :SEGMENT]).max() > 1e-3
+
+
 def test_a_state_that_is_known_to_be_at_a_border():
     layer, x = layer_of(configured("sparse(k=1)")), inputs()
     first, state = in_pieces(layer, x, [7, 1])
