@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.training.tiny import MODEL, tiny_config
 from titans_jax import cli
+from titans_jax.config import ModelConfig
 from titans_jax.data import load_tokenizer
 from titans_jax.inference import Generator, Memory, MemoryFileError, Reader, Sampling
 from titans_jax.inference import reading as module
@@ -102,6 +103,15 @@ def test_how_numbers_are_computed_is_not_part_of_the_fingerprint():
     assert module.fingerprint(dataclasses.replace(config, remat="full", memory=memory), params) == ours
     assert module.fingerprint(dataclasses.replace(config, memory=chunks), params) != ours
     assert module.fingerprint(config, {"anything": np.zeros(3, np.float32)}) != ours
+
+
+def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
+    """The number is what the version of 2026-11-22 made of it, before the fields were there."""
+    params = {"anything": np.ones(3, np.float32)}
+    assert module.fingerprint(ModelConfig(), params) == "436b105a71ec2c94"
+    for field, value in {"omega_window": 4, "caching": "gated", "cache_segment": 64, "cache_restart": True}.items():
+        memory = dataclasses.replace(ModelConfig().memory, **{field: value})
+        assert module.fingerprint(ModelConfig(memory=memory), params) != "436b105a71ec2c94"
 
 
 @pytest.mark.slow

@@ -33,6 +33,9 @@ from titans_jax.errors import TitansError
 from titans_jax.models import granularity
 
 FORMAT = "1"
+LATER = {"omega_window": None, "caching": None, "cache_segment": 256, "cache_restart": False}
+"""Fields of the memory's configuration that came after the first memory files, and the values with which a model is
+what it was without them: so a file of before is still one of the same model."""
 LONG = 1 << 30
 """A length at which whatever grows with what is read has grown; no array of it is made."""
 PIECE = 1024
@@ -206,6 +209,9 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
     """16 hexadecimal digits that change with any parameter, and with what the model computes from them."""
     settings = to_dict(config)
     del settings["remat"], settings["memory"]["form"]  # how the same numbers are computed
+    for name, silent in LATER.items():
+        if settings["memory"][name] == silent:
+            del settings["memory"][name]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, leaf in named_leaves(params).items():
         digest.update(name.encode())
