@@ -28,6 +28,9 @@ from titans_jax.data.tokenizers import ByteTokenizer
 from titans_jax.models import check_model
 from titans_jax.training.run import abstract_model, make_init
 
+STYLES = ("-", "--", ":", "-.")
+"""Lines of the blocks, in their order; colours are the presets'."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -149,16 +152,17 @@ def gradient_norm(graphdef: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Arra
 def save(rows: list[Row], folder: Path) -> None:
     """gradients.csv with every norm, and gradients.png: norm against length, a panel for each kind of text."""
     plots.save_csv(rows, folder / "gradients.csv")
-    texts = list(dict.fromkeys(row.text for row in rows))
+    texts, blocks, presets = (
+        list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("text", "block", "preset")
+    )
     with plots.panels(folder / "gradients.png", len(texts), 4 * len(texts) + 2, 4) as panels:
         for axes, text in zip(panels, texts, strict=True):
-            lines: dict[str, list[Row]] = {}
-            for row in (row for row in rows if row.text == text):
-                lines.setdefault(f"{row.block}, {row.preset}", []).append(row)
-            for label, line in lines.items():
+            for block, preset in itertools.product(blocks, presets):
+                line = [row for row in rows if (row.text, row.block, row.preset) == (text, block, preset)]
                 lengths = sorted({row.length for row in line})
                 means = [float(np.mean([row.norm for row in line if row.length == length])) for length in lengths]
-                axes.plot(lengths, means, marker="o", label=label)
+                style = {"color": f"C{presets.index(preset) % 10}", "linestyle": STYLES[blocks.index(block) % 4]}
+                axes.plot(lengths, means, marker="o", markersize=4, label=f"{block}, {preset}", **style)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set(title=text, xlabel="tokens read", ylabel="norm of the gradient, mean of the seeds")
