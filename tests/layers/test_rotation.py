@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.slopes import assert_slope_is_the_difference
 from titans_jax import memory
 from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, memory_rule
 from titans_jax.config.validate import validate
@@ -149,13 +150,7 @@ def test_the_gradient_is_the_finite_difference():
     with jax.enable_x64(True):
         program = jax.jit(jax.value_and_grad(lambda point: jnp.sum(answer(*point, start())[0] * weigh)))
         point = jax.tree.map(jnp.asarray, drawn())
-        gradient = program(point)[1]
-        direction = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape)), point)
-        slope = sum(jnp.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True))
-        ahead, behind = (
-            program(jax.tree.map(lambda a, d, sign=sign: a + sign * 1e-6 * d, point, direction))[0] for sign in (1, -1)
-        )
-        np.testing.assert_allclose((ahead - behind) / 2e-6, slope, rtol=1e-6)
+        assert_slope_is_the_difference(program, point, generator)
 
 
 def test_a_memory_that_is_not_written_leaves_the_skip():

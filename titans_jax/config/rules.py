@@ -85,9 +85,7 @@ def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
         return None
     from titans_jax.memory.caching import AGGREGATIONS
 
-    name, arguments = read_call("model.memory.caching", config.caching)
-    part = registered(AGGREGATIONS, "model.memory.caching", name)
-    _check_arguments("model.memory.caching", config.caching, part, arguments)
+    part, arguments = _called("model.memory.caching", config.caching, AGGREGATIONS)
     chunk_size = memory_rule(config).chunk_size
     if config.cache_segment % chunk_size:
         below = max(config.cache_segment // chunk_size, 1) * chunk_size
@@ -126,9 +124,7 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     for field, registry in (("architecture", ARCHITECTURES), ("bias", BIASES), ("retention", RETENTIONS)):
         said = getattr(config, field)
         if said is not None:
-            name, arguments = read_call(f"model.memory.{field}", said)
-            part = registered(registry, f"model.memory.{field}", name)
-            _check_arguments(f"model.memory.{field}", said, part, arguments)
+            part, arguments = _called(f"model.memory.{field}", said, registry)
             choices[field] = _make(part, config, arguments)
     if "architecture" in choices:  # a memory of several matrices that starts at zero would stay there
         choices["learned_start"] = rule.learned_start or not choices["architecture"].linear
@@ -174,16 +170,19 @@ def read_call(field: str, said: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{field} is {said!r}; use a name, or {name}(argument=value)") from None
 
 
-def _check_arguments(field: str, said: str, part: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse what a part does not take.
+def _called(field: str, said: str, registry: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The part that a field names, and the arguments said behind it.
 
     Raises:
-      ConfigError: names what it takes.
+      ConfigError: there is no such part, or it does not take them.
     """
+    name, arguments = read_call(field, said)
+    part = registered(registry, field, name)
     known = list(inspect.signature(part).parameters)
-    for name in arguments:
-        if name not in known:
-            raise ConfigError(f"{field} is {said!r}, which takes {', '.join(known) or 'nothing'}, not {name}")
+    for argument in arguments:
+        if argument not in known:
+            raise ConfigError(f"{field} is {said!r}, which takes {', '.join(known) or 'nothing'}, not {argument}")
+    return part, arguments
 
 
 def _preset(config: MemoryConfig) -> "Preset":
