@@ -15,6 +15,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # compiling is all the time this takes
 import jax.numpy as jnp, numpy as np
+import titans_jax.models.loss
 from titans_jax import sharding
 from titans_jax.config import Config, DataConfig, MemoryConfig, MeshConfig, ModelConfig, OptimizerConfig
 from titans_jax.models.loss import loss_sum
@@ -50,6 +51,8 @@ def check(actual, expected):
     jax.tree.map(close, grads, expected_grads)
 
 alone = start_and_gradients(LMM, jax.devices()[:1])
+# On several devices in blocks of tokens, of which there are three and each device sums its own rows' gradients.
+titans_jax.models.loss.MOST_LOGITS = 5 * LMM.vocab_size
 for axes in ({"data": 2, "fsdp": 2, "tensor": 2}, {"slice": 2, "data": 1, "fsdp": 4}):
     spread = start_and_gradients(LMM, jax.devices(), **axes)
     check(spread, alone)

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from titans_jax import sharding
 from titans_jax.config import ModelConfig
 from titans_jax.layers import document_layout as layout
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_report import explained_share
-from titans_jax.layers.projections import param_dtype, projection
-from titans_jax.models.loss import cross_entropy_sum
+from titans_jax.layers.projections import compute_dtype, projection
+from titans_jax.models.loss import TokenLosses, next_token_logits, next_token_losses
 from titans_jax.models.pattern import granularity
 from titans_jax.models.stack import TokenStack, register_head
 
@@ -60,6 +59,26 @@ class LanguageModel(TokenStack):
         Raises:
           ValueError: tokens hold no time step.
         """
+        x, reports, documents = self._hidden(tokens, segment_ids, return_diagnostics)
+        logits = next_token_logits(x, self._head())
+        if not return_diagnostics:
+            return logits
+        return logits, _mean_reports(reports, documents)
+
+    def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Summed cross entropy in nats of a batch's predicted targets, and how many there are, in the logits' dtype."""
+        nats, parts = self.losses(batch)
+        return nats, parts.count
+
+    def losses(self, batch: dict[str, jax.Array], z_loss: float = 0.0) -> tuple[jax.Array, TokenLosses]:
+        """What is trained on, summed, and its parts; see `next_token_losses`."""
+        x, _, _ = self._hidden(batch["tokens"], batch["segment_ids"], False)
+        return next_token_losses(x, self._head(), batch["targets"], z_loss)
+
+    def _hidden(
+        self, tokens: jax.Array, segment_ids: jax.Array | None, return_diagnostics: bool
+    ) -> tuple[jax.Array, tuple, Documents | None]:
+        """What the head is given, [batch, time, dim], the blocks' reports, and where the documents are."""
         _check_time(tokens)
         documents, relay = None, None
         if segment_ids is not None:
@@ -78,10 +97,7 @@ class LanguageModel(TokenStack):
             x = layout.gather(relay, x)
         if documents is not None:
             x = jnp.where(fits[:, None, None], x, jnp.nan)
-        logits = self._logits(x)
-        if not return_diagnostics:
-            return logits
-        return logits, _mean_reports(reports, documents)
+        return self.norm(x), reports, documents
 
     def extend(self, tokens: jax.Array, state: Any, *, closed: bool = False) -> tuple[jax.Array, Any]:
         """Read further tokens: int32 [batch, time] -> logits [batch, time, vocab_size] and the state after them.
@@ -97,16 +113,13 @@ class LanguageModel(TokenStack):
         """
         _check_time(tokens)
         x, after = self._blocks(self._embed(tokens), state, None, lambda states, _: states, closed)
-        return self._logits(x), jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, state)
+        after = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after, state)
+        return next_token_logits(self.norm(x), self._head()), after
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def _head(self) -> jax.Array:
+        """[dim, vocab_size], in the dtype of activations."""
         head = self.embedding.embedding[...].T if self.head is None else self.head.kernel[...]
-        logits = jnp.matmul(self.norm(x), head.astype(x.dtype), preferred_element_type=param_dtype(self.config))
-        return sharding.constrain(logits, sharding.BATCH, None, "tensor")
-
-    def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Summed cross entropy in nats of a batch's predicted targets, and how many there are, in the logits' dtype."""
-        return cross_entropy_sum(self(batch["tokens"], batch["segment_ids"]), batch["targets"])
+        return head.astype(compute_dtype(self.config))
 
 
 def _check_time(tokens: jax.Array) -> None:

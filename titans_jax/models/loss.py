@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+
+from titans_jax import sharding
+from titans_jax.layers.projections import wide_dtype
+
+MOST_LOGITS = 1 << 24
+"""The most logits of a row that `next_token_losses` holds at once: 64 MiB of float32."""
 
 Batch = dict[str, jax.Array]
 """{"tokens", "targets", "segment_ids"}: what a row holds, what is to be said of it, and which of it is a document. Of a
@@ -36,9 +43,100 @@ def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array,
     return jnp.sum(nats, where=predicted), jnp.sum(predicted, dtype=nats.dtype)
 
 
-def squared_log_partition_sum(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Summed square of log sum exp(logits) where targets are 0 or more: the z-loss of PaLM (arXiv 2204.02311, 5).
+def next_token_logits(x: jax.Array, head: jax.Array) -> jax.Array:
+    """x [batch, time, dim], head [dim, vocabulary], of one dtype -> float32 (float64 of float64)."""
+    logits = jnp.matmul(x, head, preferred_element_type=wide_dtype(x.dtype))
+    return sharding.constrain(logits, sharding.BATCH, None, "tensor")
 
-    logits: [..., classes], targets: int32 [...].
+
+class TokenLosses(NamedTuple):
+    """Sums over predicted targets, scalars: cross entropy in nats; how many there are; the z-loss of PaLM (arXiv
+    2204.02311, section 5), weight log(sum exp(logits))^2, beside it."""
+
+    nats: jax.Array
+    count: jax.Array
+    z_loss: jax.Array
+
+
+def next_token_losses(
+    x: jax.Array, head: jax.Array, targets: jax.Array, z_loss: float = 0.0
+) -> tuple[jax.Array, TokenLosses]:
+    """The loss of next tokens, cross entropy and z-loss, summed, and its parts, through which no gradient goes.
+
+    Logits are x head. All of them at once would be the largest array of a training step: a row's tokens are taken in
+    blocks of at most MOST_LOGITS logits, and where there are several, each block's gradients are made with its loss, so
+    that no logits are kept or made twice, in a derivative of first order.
+
+    Args:
+      x: [batch, time, dim], what the head is given.
+      head: [dim, vocabulary], of x's dtype; logits are float32 (float64 of float64).
+      targets: int32 [batch, time], -1 where nothing is predicted.
+      z_loss: its weight.
     """
-    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2, where=targets >= 0)
+    time, vocabulary = x.shape[1], head.shape[1]
+    losses = functools.partial(_losses, z_loss=z_loss)
+    count = -(-time * vocabulary // MOST_LOGITS)
+    if count <= 1:
+        return losses(x, head, targets)
+    size = -(-time // count)
+    padding = (0, count * size - time)
+    blocks = jnp.pad(x, ((0, 0), padding, (0, 0))).reshape(x.shape[0], count, size, -1)
+    targets = jnp.pad(targets, ((0, 0), padding), constant_values=-1).reshape(x.shape[0], count, size)
+    # Gathered once, and not for every block.
+    head = sharding.constrain(head, None, "tensor")
+    return _blockwise(losses, jnp.swapaxes(blocks, 0, 1), head, jnp.swapaxes(targets, 0, 1))
+
+
+def _losses(x: jax.Array, head: jax.Array, targets: jax.Array, *, z_loss: float) -> tuple[jax.Array, TokenLosses]:
+    """`next_token_losses` of all tokens at once."""
+    logits = next_token_logits(x, head)
+    nats, count = cross_entropy_sum(logits, targets)
+    beside = jnp.zeros((), nats.dtype)
+    if z_loss:
+        beside = z_loss * jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2, where=targets >= 0)
+    return nats + beside, TokenLosses(*jax.lax.stop_gradient((nats, count, beside)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise(losses, x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, TokenLosses]:
+    """Sums of losses(x, head, targets) over blocks x [blocks, batch, time, dim], targets [blocks, batch, time]."""
+
+    def one(sums, block):
+        return jax.tree.map(jnp.add, sums, losses(block[0], head, block[1])), None
+
+    return jax.lax.scan(one, _no_losses(x), (x, targets))[0]
+
+
+def _blockwise_forward(losses, x, head, targets):
+    """As the loss is one number, its gradients are known up to a factor before it is used."""
+    # A part of the head's gradient for each device's rows, so that what crosses the network is their sum, once.
+    rows = x.shape[1]
+    parts = sharding.batch_shards(rows)
+    grad = jax.vmap(jax.value_and_grad(losses, argnums=(0, 1), has_aux=True), in_axes=(0, None, 0))
+
+    def one(carry, block):
+        sums, whole = carry
+        x, targets = (leaf.reshape(parts, rows // parts, *leaf.shape[1:]) for leaf in block)
+        values, (d_x, d_head) = grad(x, head, targets)
+        sums = jax.tree.map(lambda total, new: total + jnp.sum(new), sums, values)
+        return (sums, whole + d_head.astype(whole.dtype)), d_x.reshape(block[0].shape)
+
+    sums = _no_losses(x)
+    whole = jnp.zeros((parts, *head.shape), sums[0].dtype)
+    whole = sharding.constrain(whole, sharding.BATCH if parts > 1 else None, None, "tensor")
+    (sums, whole), d_x = jax.lax.scan(one, (sums, whole), (x, targets))
+    return sums, (d_x, jnp.sum(whole, axis=0).astype(head.dtype))
+
+
+def _blockwise_backward(losses, gradients, cotangents):
+    factor = cotangents[0]
+    d_x, d_head = (gradient * factor.astype(gradient.dtype) for gradient in gradients)
+    return d_x, d_head, None
+
+
+_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
+
+
+def _no_losses(x: jax.Array) -> tuple[jax.Array, TokenLosses]:
+    zero = jnp.zeros((), wide_dtype(x.dtype))
+    return zero, TokenLosses(zero, zero, zero)

@@ -110,8 +110,17 @@ def logical(init: Initializer, *axes: str | None) -> Initializer:
 
 def batch_axes(rows: int) -> tuple[str, ...] | None:
     """The mesh axes over which a batch of `rows` rows is spread, None where they do not divide it."""
+    return BATCH if rows % _batch_devices() == 0 else None
+
+
+def batch_shards(rows: int) -> int:
+    """Into how many parts a batch of `rows` rows is spread: 1 while no mesh is set, or where it does not divide."""
+    return _batch_devices() if batch_axes(rows) else 1
+
+
+def _batch_devices() -> int:
     shape = jax.sharding.get_abstract_mesh().shape
-    return BATCH if rows % math.prod(shape.get(axis, 1) for axis in BATCH) == 0 else None
+    return math.prod(shape.get(axis, 1) for axis in BATCH)
 
 
 def head_shards() -> int:

@@ -18,6 +18,9 @@ from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language
 
+NO_MEMORY = "none"
+"""What the table calls the memory of a block that has none."""
+
 
 @dataclass(frozen=True)
 class LengthOptions(StudyOptions):
@@ -29,6 +32,9 @@ class LengthOptions(StudyOptions):
     """Memories, each in every block."""
     reference: tuple[str, ...] = ("gated_deltanet",)
     """Memories in the block lmm alone, to compare with."""
+    without_memory: tuple[str, ...] = ("window",)
+    """Blocks without a memory, to compare with: what attention, or a wider feed-forward layer, does with as many
+    parameters."""
     head_dim: int = 32
     """Width of a head."""
     dim: int = 128
@@ -69,12 +75,18 @@ class LengthStudy(Study):
             raise ConfigError("language.positions is 0; use a multiple of language.data.sequence_length, such as 32768")
         models.check_presets(options.presets + options.reference)
         models.check_blocks(options.blocks)
+        models.check_blocks(options.without_memory, has_memory=False, field="without_memory")
         names = [*itertools.product(options.blocks, options.presets), *(("lmm", name) for name in options.reference)]
         built = {}
         for block, preset in dict.fromkeys(names):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
             model = dataclasses.replace(model, segment=options.segment, window=options.segment)
             built[block, preset] = model
+        for block in options.without_memory:
+            model = models.small_model(
+                models.ATTENTION, block, options.dim, options.depth, options.head_dim, options.memory
+            )
+            built[block, NO_MEMORY] = dataclasses.replace(model, pattern=(block,), window=options.segment)
         cells: list[Cell] = []
         for language in languages(options):
             kinds = [
@@ -102,16 +114,18 @@ class LengthStudy(Study):
         )
 
     def draw(self, options: LengthOptions, rows: list[Row], file: Path, note: str) -> None:
-        """See `Study`: loss by position, a panel per block, carried as lines and emptied dashed."""
+        """See `Study`: loss by position, a panel per block with a memory, carried as lines and emptied dashed; what has
+        no memory is in every panel."""
         from matplotlib import colormaps
 
         colors = colormaps["tab10"].colors
-        blocks = list(dict.fromkeys(row.labels["block"] for row in rows))
+        plain = [row for row in rows if row.labels["preset"] == NO_MEMORY]
+        blocks = list(dict.fromkeys(row.labels["block"] for row in rows if row not in plain)) or [NO_MEMORY]
         names = list(dict.fromkeys(line_name(options, row) for row in rows))
         across = min(len(blocks), 4)
         with plots.panels(file, len(blocks), 3 + 3.5 * across, 4.5 * -(-len(blocks) // 4), note=note) as panels:
             for axes, block in zip(panels, blocks, strict=True):
-                for row in (row for row in rows if row.labels["block"] == block):
+                for row in [row for row in rows if row.labels["block"] == block and row not in plain] + plain:
                     if not row.curve("carried"):
                         continue
                     name = line_name(options, row)
@@ -136,7 +150,7 @@ class LengthsStudy(LengthStudy):
     def defaults(self, said: LengthOptions) -> LengthOptions:
         """See `Study`."""
         default = super().defaults(said)
-        kinds = {"blocks": ("lmm",), "presets": ("titans", "mamba2"), "reference": ()}
+        kinds = {"blocks": ("lmm",), "presets": ("titans", "mamba2"), "reference": (), "without_memory": ()}
         if said.quick:
             return dataclasses.replace(default, rows=(128, 512, 2048), **kinds)
         language = Language(steps=3000, batch_size=64, positions=65536)
@@ -146,9 +160,11 @@ class LengthsStudy(LengthStudy):
 
 
 def line_name(options: LengthOptions, row: Row) -> str:
-    """What the figure calls a row: the memory, and the rows it was trained on where there are several."""
+    """What the figure calls a row: the memory, or the block that has none, and where there are several lengths of
+    training rows, which."""
     rows = f" on {row.labels['rows']:,}" if len(set(options.rows)) > 1 else ""
-    return f"{row.labels['preset']}{rows}"
+    name = row.labels["block"] if row.labels["preset"] == NO_MEMORY else row.labels["preset"]
+    return f"{name}{rows}"
 
 
 def languages(options: LengthOptions) -> list[Language]:

@@ -63,16 +63,16 @@ def check_presets(names: Iterable[str], others: tuple[str, ...] = ()) -> None:
             raise ConfigError(f"there is no preset {name!r} in presets{hint}")
 
 
-def check_blocks(names: Iterable[str]) -> None:
-    """Refuse a name that is no block with a memory.
+def check_blocks(names: Iterable[str], has_memory: bool = True, field: str = "blocks") -> None:
+    """Refuse a name that is no block with a memory, or with has_memory False no block without one.
 
     Raises:
       ConfigError: names all there are.
     """
-    every = [name for name, block in BLOCKS.items() if block.has_memory]
+    every = [name for name, block in BLOCKS.items() if block.has_memory == has_memory]
     for name in names:
         if name not in every:
-            raise ConfigError(f"blocks has {name!r}; use {', '.join(every[:-1])} or {every[-1]}")
+            raise ConfigError(f"{field} has {name!r}; use {', '.join(every[:-1])} or {every[-1]}")
 
 
 def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from titans_jax.models.loss import Batch, cross_entropy_sum, loss_sum, squared_log_partition_sum
+from titans_jax.models.loss import Batch, loss_sum
 
 State = dict[str, Any]
 
@@ -32,8 +32,8 @@ def make_train_step(
     microbatches whose losses are summed and divided once, so padding weighs the same however the batch is cut. A
     step whose loss or gradient norm is not finite changes nothing. `ema`: the decay of the average, where the state has
     one. `z_loss`: weight of the mean squared log partition function over predicted targets, which is trained on beside
-    the loss and is the metric "z_loss", weight included, where it is not 0; for heads whose loss is the cross entropy
-    of their logits. `state` is donated.
+    the loss and is the metric "z_loss", weight included, where it is not 0; for heads with
+    `losses`. `state` is donated.
     """
     fixed = {"graphdef": graphdef, "optimizer": optimizer, "accumulation": accumulation, "ema": ema, "z_loss": z_loss}
     return jax.jit(functools.partial(_train_step, **fixed), donate_argnums=0)
@@ -46,10 +46,8 @@ def _losses(
     if not z_loss:
         loss, tokens = loss_sum(graphdef, params, batch)
         return loss, {"loss": loss, "tokens": tokens}
-    logits, targets = nnx.merge(graphdef, params)(batch["tokens"], batch["segment_ids"]), batch["targets"]
-    loss, tokens = cross_entropy_sum(logits, targets)
-    beside = z_loss * squared_log_partition_sum(logits, targets)
-    return loss + beside, {"loss": loss, "tokens": tokens, "z_loss": beside}
+    total, parts = nnx.merge(graphdef, params).losses(batch, z_loss)
+    return total, {"loss": parts.nats, "tokens": parts.count, "z_loss": parts.z_loss}
 
 
 def _train_step(
