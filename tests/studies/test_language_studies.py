@@ -86,15 +86,17 @@ def test_lengths_have_as_many_tokens_a_step():
     study = STUDIES["lengths"]()
     options = study.defaults(LengthOptions())
     assert {one.sequence_length * one.batch_size for one in languages(options)} == {512 * 64}
-    alone = {"presets": ("titans",), "blocks": ("lmm",), "reference": (), "without_memory": ()}
+    alone = {"presets": ("titans",), "blocks": ("lmm",), "reference": ()}
     cells = study.cells(LengthOptions(rows=(16, 32), head_dim=4, dim=8, depth=1, seeds=1, language=LANGUAGE, **alone))
     assert [cell.labels["rows"] for cell in cells] == [16, 32] and cells[0].model == cells[1].model
 
 
 def test_a_block_without_memory_has_as_many_parameters():
-    options = LengthOptions(presets=("titans",), reference=(), blocks=("mal",), dim=16, head_dim=8, depth=1, seeds=1)
+    options = LengthOptions(
+        presets=("titans",), reference=("window",), blocks=("mal",), dim=16, head_dim=8, depth=1, seeds=1
+    )
     cells = run.checked_cells(STUDIES["length"](), dataclasses.replace(options, language=LANGUAGE))
-    assert [(cell.labels["block"], cell.labels["preset"]) for cell in cells] == [("mal", "titans"), ("window", "none")]
+    assert [(cell.labels["block"], cell.labels["preset"]) for cell in cells] == [("mal", "titans"), ("", "window")]
     assert cells[1].model.pattern == ("window",) and cells[1].model.window == cells[0].model.window
     counts = [count_params(cell.model) for cell in cells]
     assert abs(counts[0] - counts[1]) <= 3 * 16

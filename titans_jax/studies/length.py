@@ -14,12 +14,10 @@ from pathlib import Path
 from titans_jax import plots
 from titans_jax.config import ConfigError, MemoryConfig
 from titans_jax.studies import models
+from titans_jax.studies.models import WINDOW, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language
-
-NO_MEMORY = "none"
-"""What the table calls the memory of a block that has none."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,8 @@ class LengthOptions(StudyOptions):
     """Blocks that hold the memories."""
     presets: tuple[str, ...] = ("titans", "moneta", "yaad", "memora", "ttt_mlp", "ttt_linear")
     """Memories, each in every block."""
-    reference: tuple[str, ...] = ("gated_deltanet",)
-    """Memories in the block lmm alone, to compare with."""
-    without_memory: tuple[str, ...] = ("window",)
-    """Blocks without a memory, to compare with: what attention, or a wider feed-forward layer, does with as many
-    parameters."""
+    reference: tuple[str, ...] = ("gated_deltanet", WINDOW)
+    """To compare with: memories in the block lmm alone, and attention without a memory, "window" or "attention"."""
     head_dim: int = 32
     """Width of a head."""
     dim: int = 128
@@ -42,7 +37,7 @@ class LengthOptions(StudyOptions):
     depth: int = 2
     """Blocks."""
     segment: int = 64
-    """Segment of mac, and window of mag and mal."""
+    """Segment of mac, and window of mag, mal and "window"."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(depth=2, expansion=2))
     """The other fields of the memories."""
     rows: tuple[int, ...] = ()
@@ -73,20 +68,14 @@ class LengthStudy(Study):
             raise ConfigError("presets and reference are empty; name at least one memory")
         if options.language.positions == 0:
             raise ConfigError("language.positions is 0; use a multiple of language.data.sequence_length, such as 32768")
-        models.check_presets(options.presets + options.reference)
+        models.check_presets(options.presets)
+        models.check_presets(options.reference, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
-        models.check_blocks(options.without_memory, has_memory=False, field="without_memory")
-        names = [*itertools.product(options.blocks, options.presets), *(("lmm", name) for name in options.reference)]
+        references = (("" if name in WITHOUT_MEMORY else "lmm", name) for name in options.reference)
         built = {}
-        for block, preset in dict.fromkeys(names):
+        for block, preset in dict.fromkeys((*itertools.product(options.blocks, options.presets), *references)):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
-            model = dataclasses.replace(model, segment=options.segment, window=options.segment)
-            built[block, preset] = model
-        for block in options.without_memory:
-            model = models.small_model(
-                models.ATTENTION, block, options.dim, options.depth, options.head_dim, options.memory
-            )
-            built[block, NO_MEMORY] = dataclasses.replace(model, pattern=(block,), window=options.segment)
+            built[block, preset] = dataclasses.replace(model, segment=options.segment, window=options.segment)
         cells: list[Cell] = []
         for language in languages(options):
             kinds = [
@@ -119,8 +108,8 @@ class LengthStudy(Study):
         from matplotlib import colormaps
 
         colors = colormaps["tab10"].colors
-        plain = [row for row in rows if row.labels["preset"] == NO_MEMORY]
-        blocks = list(dict.fromkeys(row.labels["block"] for row in rows if row not in plain)) or [NO_MEMORY]
+        plain = [row for row in rows if row.labels["preset"] in WITHOUT_MEMORY]
+        blocks = list(dict.fromkeys(row.labels["block"] for row in rows if row not in plain)) or [""]
         names = list(dict.fromkeys(line_name(options, row) for row in rows))
         across = min(len(blocks), 4)
         with plots.panels(file, len(blocks), 3 + 3.5 * across, 4.5 * -(-len(blocks) // 4), note=note) as panels:
@@ -150,7 +139,7 @@ class LengthsStudy(LengthStudy):
     def defaults(self, said: LengthOptions) -> LengthOptions:
         """See `Study`."""
         default = super().defaults(said)
-        kinds = {"blocks": ("lmm",), "presets": ("titans", "mamba2"), "reference": (), "without_memory": ()}
+        kinds = {"blocks": ("lmm",), "presets": ("titans", "mamba2"), "reference": ()}
         if said.quick:
             return dataclasses.replace(default, rows=(128, 512, 2048), **kinds)
         language = Language(steps=3000, batch_size=64, positions=65536)
@@ -160,11 +149,9 @@ class LengthsStudy(LengthStudy):
 
 
 def line_name(options: LengthOptions, row: Row) -> str:
-    """What the figure calls a row: the memory, or the block that has none, and where there are several lengths of
-    training rows, which."""
+    """What the figure calls a row: the memory, and the rows it was trained on where there are several."""
     rows = f" on {row.labels['rows']:,}" if len(set(options.rows)) > 1 else ""
-    name = row.labels["block"] if row.labels["preset"] == NO_MEMORY else row.labels["preset"]
-    return f"{name}{rows}"
+    return f"{row.labels['preset']}{rows}"
 
 
 def languages(options: LengthOptions) -> list[Language]:

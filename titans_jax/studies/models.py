@@ -21,19 +21,21 @@ from titans_jax.training.run import abstract_model, count_params, with_parameter
 
 Made = TypeVar("Made")
 
-ATTENTION = "attention"
-"""What a table calls Transformer++, beside the presets of memories."""
+ATTENTION, WINDOW = "attention", "window"
+"""What a table calls Transformer++, and the same with a sliding window, beside the presets of memories."""
+WITHOUT_MEMORY = (ATTENTION, WINDOW)
 
 
 def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, memory: MemoryConfig) -> ModelConfig:
     """`depth` blocks of width `dim` with this memory rule, float32, without persistent tokens.
 
+    preset: of the memory, or one of WITHOUT_MEMORY, which takes the block's place.
     memory: the other fields of the memory. Raises ConfigError where head_dim does not divide dim.
     """
     if head_dim < 1 or dim % head_dim:
         raise ConfigError(f"head_dim is {head_dim}; use a divisor of dim {dim}")
     return ModelConfig(
-        pattern=(ATTENTION,) if preset == ATTENTION else (block,),
+        pattern=(preset,) if preset in WITHOUT_MEMORY else (block,),
         dim=dim,
         depth=depth,
         num_heads=dim // head_dim,
@@ -41,13 +43,13 @@ def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, me
         num_persistent=0,
         dtype="float32",
         remat="none",
-        memory=memory if preset == ATTENTION else dataclasses.replace(memory, preset=preset),
+        memory=memory if preset in WITHOUT_MEMORY else dataclasses.replace(memory, preset=preset),
     )
 
 
 def bounded(preset: str) -> bool:
     """Whether a preset's inner step has the bound `MemoryConfig.max_step_size`."""
-    return preset != ATTENTION and gate_choices(MemoryConfig(preset=preset)).bounded
+    return preset not in WITHOUT_MEMORY and gate_choices(MemoryConfig(preset=preset)).bounded
 
 
 def check_presets(names: Iterable[str], others: tuple[str, ...] = ()) -> None:
@@ -63,16 +65,16 @@ def check_presets(names: Iterable[str], others: tuple[str, ...] = ()) -> None:
             raise ConfigError(f"there is no preset {name!r} in presets{hint}")
 
 
-def check_blocks(names: Iterable[str], has_memory: bool = True, field: str = "blocks") -> None:
-    """Refuse a name that is no block with a memory, or with has_memory False no block without one.
+def check_blocks(names: Iterable[str]) -> None:
+    """Refuse a name that is no block with a memory.
 
     Raises:
       ConfigError: names all there are.
     """
-    every = [name for name, block in BLOCKS.items() if block.has_memory == has_memory]
+    every = [name for name, block in BLOCKS.items() if block.has_memory]
     for name in names:
         if name not in every:
-            raise ConfigError(f"{field} has {name!r}; use {', '.join(every[:-1])} or {every[-1]}")
+            raise ConfigError(f"blocks has {name!r}; use {', '.join(every[:-1])} or {every[-1]}")
 
 
 def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:

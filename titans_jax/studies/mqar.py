@@ -25,7 +25,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import models
 from titans_jax.studies.generated import Recall
-from titans_jax.studies.models import ATTENTION
+from titans_jax.studies.models import ATTENTION, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row, best_of
 
@@ -37,7 +37,7 @@ class MqarOptions(StudyOptions):
     easy: bool = False
     """4 pairs in 32 of 32 tokens at one learning rate, in place of the sweep: what two cores tell apart in minutes."""
     presets: tuple[str, ...] = (*PRESETS, ATTENTION)
-    """Names in titans_jax.memory.presets.PRESETS, and "attention"."""
+    """Names in titans_jax.memory.presets.PRESETS, "attention", and "window", attention that sees `segment` tokens."""
     blocks: tuple[str, ...] = ("lmm",)
     """Blocks that hold the memories: lmm, mac, mag, mal."""
     dims: tuple[int, ...] = (64, 128)
@@ -55,7 +55,7 @@ class MqarOptions(StudyOptions):
     depth: int = 2
     """Blocks."""
     segment: int = 8
-    """Segment of mac, and window of mag and mal: short of a sequence, so that only the memory reaches the pairs."""
+    """Segment of mac, and window of mag, mal and "window": short of a sequence, so that only the memory reaches the pairs."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=8))
     """The other fields of the memories."""
     max_step_sizes: tuple[float, ...] = ()
@@ -113,7 +113,7 @@ class MqarStudy(Study):
             several = len(set(getattr(options, name)))
             if several > 1 and not options.validation_sequences:
                 raise ConfigError(f"validation_sequences is 0; use some to choose among {several} {name}, such as 256")
-        models.check_presets(options.presets, others=(ATTENTION,))
+        models.check_presets(options.presets, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
         for dim, head_dim in itertools.product(options.dims, options.head_dims):
             if head_dim < 1 or dim < 1 or dim % head_dim:
@@ -121,7 +121,7 @@ class MqarStudy(Study):
         cells: list[Cell] = []
         for task, dim in itertools.product(tasks(options), dict.fromkeys(options.dims)):
             for (label, model), rate in itertools.product(kinds(options, dim), dict.fromkeys(options.learning_rates)):
-                steps = options.attention_steps if label["preset"] == ATTENTION else options.steps
+                steps = options.attention_steps if label["preset"] in WITHOUT_MEMORY else options.steps
                 place = {"learning_rate": rate, "pairs": task.num_pairs, "length": task.length}
                 this = dataclasses.replace(task, steps=steps, learning_rate=rate)
                 cells += with_seeds(options, [(label | place, model)], this)
@@ -194,7 +194,7 @@ def tasks(options: MqarOptions) -> list[Recall]:
 def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], ModelConfig]]:
     """The labels and configuration of every kind of model of a width."""
     for block, preset in itertools.product(dict.fromkeys(options.blocks), dict.fromkeys(options.presets)):
-        attends, bounded = preset == ATTENTION, models.bounded(preset)
+        attends, bounded = preset in WITHOUT_MEMORY, models.bounded(preset)
         if attends and block != options.blocks[0]:
             continue
         sizes = (options.max_step_sizes or (options.memory.max_step_size,)) if bounded else (None,)
