@@ -131,6 +131,7 @@ def test_word_perplexity_is_two_to_the_bits_of_a_word():
     assert _bytes_per_word(text) == sum(len(t.encode()) for t in whole) / sum(len(t.split()) for t in whole)
 
 
+@pytest.mark.exhaustive  # test_one_variant_end_to_end sees another study of language
 @pytest.mark.slow
 def test_language_end_to_end(tmp_path):
     options = LanguageOptions(

@@ -28,6 +28,7 @@ def finish(study, name, options, folder):
     return json.loads((folder / f"{name}.json").read_text())
 
 
+@pytest.mark.exhaustive  # test_length_end_to_end sees another study
 @pytest.mark.slow
 def test_step_size_end_to_end(tmp_path):
     options = StepSizeOptions(

@@ -83,6 +83,7 @@ def test_no_collective_runs_per_chunk(lmm):
         assert longer.kernels.cycles[kernel] > 1.9 * cycles
 
 
+@pytest.mark.exhaustive  # a cost and no number: two of the slowest compilations here
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
 def test_a_segment_of_mac_runs_its_kernels_at_most_twice_forward():
@@ -97,6 +98,7 @@ def test_a_segment_of_mac_runs_its_kernels_at_most_twice_forward():
         assert 1 < repeated.kernels.cycles[kernel] / once.kernels.cycles[kernel] < 2.5  # the schedules differ a little
 
 
+@pytest.mark.exhaustive  # abstract_state makes both alike
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
 def test_an_average_of_the_parameters_takes_as_much_as_they_do(lmm):

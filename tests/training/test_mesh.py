@@ -31,6 +31,7 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir) if line["kind"] == "train"]
 
 
+@pytest.mark.exhaustive  # tests/distributed trains and goes on over several devices, tests/sharding compares meshes
 def test_four_devices_equal_one(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", FOUR_DEVICES, str(tmp_path / "four")]
