@@ -44,9 +44,9 @@ def cross_entropy_sum(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array,
 
 
 def next_token_logits(x: jax.Array, head: jax.Array) -> jax.Array:
-    """x [batch, time, dim], head [dim, vocabulary], of one dtype -> float32 (float64 of float64)."""
+    """x [batch, .., time, dim], head [dim, vocabulary], of one dtype -> float32 (float64 of float64)."""
     logits = jnp.matmul(x, head, preferred_element_type=wide_dtype(x.dtype))
-    return sharding.constrain(logits, sharding.BATCH, None, "tensor")
+    return sharding.constrain(logits, sharding.BATCH, *[None] * (x.ndim - 2), "tensor")
 
 
 class TokenLosses(NamedTuple):
@@ -74,22 +74,19 @@ def next_token_losses(
       z_loss: its weight.
     """
     time, vocabulary = x.shape[1], head.shape[1]
-    losses = functools.partial(_losses, z_loss=z_loss)
     count = -(-time * vocabulary // MOST_LOGITS)
     if count <= 1:
-        return losses(x, head, targets)
+        return _losses(next_token_logits(x, head), targets, z_loss)
     size = -(-time // count)
     padding = (0, count * size - time)
     blocks = jnp.pad(x, ((0, 0), padding, (0, 0))).reshape(x.shape[0], count, size, -1)
     targets = jnp.pad(targets, ((0, 0), padding), constant_values=-1).reshape(x.shape[0], count, size)
     # Gathered once, and not for every block.
     head = sharding.constrain(head, None, "tensor")
-    return _blockwise(losses, jnp.swapaxes(blocks, 0, 1), head, jnp.swapaxes(targets, 0, 1))
+    return _blockwise(z_loss, jnp.swapaxes(blocks, 0, 1), head, jnp.swapaxes(targets, 0, 1))
 
 
-def _losses(x: jax.Array, head: jax.Array, targets: jax.Array, *, z_loss: float) -> tuple[jax.Array, TokenLosses]:
-    """`next_token_losses` of all tokens at once."""
-    logits = next_token_logits(x, head)
+def _losses(logits: jax.Array, targets: jax.Array, z_loss: float) -> tuple[jax.Array, TokenLosses]:
     nats, count = cross_entropy_sum(logits, targets)
     beside = jnp.zeros((), nats.dtype)
     if z_loss:
@@ -98,37 +95,41 @@ def _losses(x: jax.Array, head: jax.Array, targets: jax.Array, *, z_loss: float)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(losses, x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, TokenLosses]:
-    """Sums of losses(x, head, targets) over blocks x [blocks, batch, time, dim], targets [blocks, batch, time]."""
+def _blockwise(z_loss: float, x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, TokenLosses]:
+    """The losses, summed over blocks x [blocks, batch, time, dim], targets [blocks, batch, time]."""
 
     def one(sums, block):
-        return jax.tree.map(jnp.add, sums, losses(block[0], head, block[1])), None
+        x, targets = block
+        return jax.tree.map(jnp.add, sums, _losses(next_token_logits(x, head), targets, z_loss)), None
 
     return jax.lax.scan(one, _no_losses(x), (x, targets))[0]
 
 
-def _blockwise_forward(losses, x, head, targets):
+def _blockwise_forward(z_loss, x, head, targets):
     """As the loss is one number, its gradients are known up to a factor before it is used."""
     # A part of the head's gradient for each device's rows, so that what crosses the network is their sum, once.
-    rows = x.shape[1]
-    parts = sharding.batch_shards(rows)
-    grad = jax.vmap(jax.value_and_grad(losses, argnums=(0, 1), has_aux=True), in_axes=(0, None, 0))
+    parts = sharding.batch_shards(x.shape[1])
+    wide = wide_dtype(x.dtype)
+
+    def partial_sums(gradient):
+        return sharding.constrain(gradient, sharding.BATCH if parts > 1 else None, None, "tensor")
 
     def one(carry, block):
-        sums, whole = carry
-        x, targets = (leaf.reshape(parts, rows // parts, *leaf.shape[1:]) for leaf in block)
-        values, (d_x, d_head) = grad(x, head, targets)
-        sums = jax.tree.map(lambda total, new: total + jnp.sum(new), sums, values)
-        return (sums, whole + d_head.astype(whole.dtype)), d_x.reshape(block[0].shape)
+        sums, d_head = carry
+        x, targets = (leaf.reshape(parts, -1, *leaf.shape[1:]) for leaf in block)
+        losses = functools.partial(_losses, targets=targets, z_loss=z_loss)
+        values, d_logits = jax.value_and_grad(losses, has_aux=True)(next_token_logits(x, head))
+        d_logits = d_logits.astype(x.dtype)
+        d_x = jnp.einsum("prtv,dv->prtd", d_logits, head, preferred_element_type=wide)
+        d_head += partial_sums(jnp.einsum("prtd,prtv->pdv", x, d_logits, preferred_element_type=wide))
+        return (jax.tree.map(jnp.add, sums, values), d_head), d_x.reshape(block[0].shape).astype(x.dtype)
 
-    sums = _no_losses(x)
-    whole = jnp.zeros((parts, *head.shape), sums[0].dtype)
-    whole = sharding.constrain(whole, sharding.BATCH if parts > 1 else None, None, "tensor")
-    (sums, whole), d_x = jax.lax.scan(one, (sums, whole), (x, targets))
-    return sums, (d_x, jnp.sum(whole, axis=0).astype(head.dtype))
+    start = _no_losses(x), partial_sums(jnp.zeros((parts, *head.shape), wide))
+    (sums, d_head), d_x = jax.lax.scan(one, start, (x, targets))
+    return sums, (d_x, jnp.sum(d_head, axis=0).astype(head.dtype))
 
 
-def _blockwise_backward(losses, gradients, cotangents):
+def _blockwise_backward(z_loss, gradients, cotangents):
     factor = cotangents[0]
     d_x, d_head = (gradient * factor.astype(gradient.dtype) for gradient in gradients)
     return d_x, d_head, None

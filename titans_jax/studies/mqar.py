@@ -55,7 +55,8 @@ class MqarOptions(StudyOptions):
     depth: int = 2
     """Blocks."""
     segment: int = 8
-    """Segment of mac, and window of mag, mal and "window": short of a sequence, so that only the memory reaches the pairs."""
+    """Segment of mac, and window of mag, mal and "window": shorter than a sequence, so that only a memory reaches the
+    pairs."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=8))
     """The other fields of the memories."""
     max_step_sizes: tuple[float, ...] = ()
