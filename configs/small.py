@@ -9,6 +9,9 @@ from typing import Any
 
 from titans_jax.config import Config, DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainingConfig
 
+LEVELS = 16, 32, 64
+"""Windows of a continuum memory, all shorter than a row."""
+
 
 def small(preset: str, pattern: tuple[str, ...] = ("lmm",), **memory: Any) -> Config:
     """Two blocks of width 256 with this memory rule, and other fields of the memory."""
@@ -65,6 +68,9 @@ configs = {
     "mamba3_small": small("mamba3"),  # 1,924,904 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
+    # Nested Learning (arXiv 2512.24695): Hope, and attention with a continuum memory
+    "hope_small": small("hope", ("hope",), continuum_chunks=LEVELS),  # 2,439,452 parameters
+    "hope_attention_small": small("hope", ("hope_attention",), continuum_chunks=LEVELS),  # 1,906,956 parameters
     # Memory Caching (arXiv 2602.24281): Titans, read together with what it was at the ends of earlier segments
     "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,472 parameters
 }

@@ -29,6 +29,7 @@ LATER = (
 )
 MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
 ATLAS = ("omeganet", "omeganet_h")
+HOPE = ("hope", "hope_attention")
 TEXTS = {file.stem: file.read_text() for file in folder().glob("*.py")}
 STATED = {
     name: (int(parameters.replace(",", "")), gibibytes)
@@ -45,11 +46,12 @@ def test_all_are_there():
     sizes = ("170m", "340m", "760m", "1b")
     miras = {f"{model}_{size}" for model in MIRAS for size in sizes}
     atlas = {f"{model}_{size}" for model in ATLAS for size in sizes}
+    hope = {f"{model}_{size}" for model in HOPE for size in ("760m", "1b")}
     baselines = {f"{model}_{size}" for model in (*BASELINES, *LATER) for size in sizes}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
-    others = {"quickstart", "gated_deltanet_h2_small", "memory_caching_small"}
-    assert set(CONFIGS) == titans | miras | atlas | baselines | rest | others
-    assert (len(titans), len(miras), len(rest)) == (25, 24, 16 + len(LATER))
+    others = {"quickstart", "gated_deltanet_h2_small", "hope_attention_small", "memory_caching_small"}
+    assert set(CONFIGS) == titans | miras | atlas | hope | baselines | rest | others
+    assert (len(titans), len(miras), len(rest)) == (25, 24, 17 + len(LATER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
 
 
@@ -74,13 +76,14 @@ def test_config_is_valid_and_as_large_as_its_line_says(name):
 def test_models_of_a_size_have_as_many_parameters(size):
     """Within 2 % of each other, and the name says how many, but for 1b, which is the paper's 1.3B."""
     counts = [count for name, (count, _) in STATED.items() if name.endswith(f"_{size}")]
-    assert len(counts) == (5 if size == "400m" else 21 + len(LATER))
+    hope = len(HOPE) if size in ("760m", "1b") else 0
+    assert len(counts) == (5 if size == "400m" else 21 + len(LATER) + hope)
     assert max(counts) < 1.02 * min(counts)
     named = 1.3e9 if size == "1b" else float(size[:-1]) * 1e6
     assert counts == pytest.approx([named] * len(counts), rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "baselines", "later"])
+@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "hope", "baselines", "later"])
 def test_the_table_of_sizes_in_a_docstring_is_true(family):
     """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""
     docstring = ast.get_docstring(ast.parse(TEXTS[family]))

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import hope_oracle
 import jax
 import jax.numpy as jnp
 import later_oracle
@@ -235,6 +236,17 @@ def omega_model(rule, window=3, momentum=False):
     return Model(rule, functools.partial(draw_omega, window=window, momentum=momentum), expect)
 
 
+def hope_model(rule):
+    """Delta gradient descent of an MLP memory, with fixed keys and values."""
+    momentum, kind = rule.algorithm.has_momentum, "skip_mlp" if not rule.architecture.normalized else "residual_mlp"
+
+    def expect(x, params):
+        start = (params["weights"], params.get("norm_scale"), rule.chunk_size)
+        return hope_oracle.hope(x["queries"], x["keys"], x["values"], *start, kind=kind, **gates(x))
+
+    return Model(rule, draw_titans if momentum else draw_deep, expect)
+
+
 def constant_model(name):
     """RetNet and Lightning attention, whose retention is one number."""
     preset = "lightning_attention" if name == "lightning" else name
@@ -303,6 +315,7 @@ MODELS = {
     "ttt_mlp": deep_model("ttt_mlp", draw_ttt, expansion=2),
     "titans": deep_model("titans", draw_titans, expansion=2),
     "omeganet": omega_model(presets.omeganet(3, expansion=2, chunk_size=4, degree=2)),
+    "hope": hope_model(presets.PRESETS["hope"].make(expansion=2, chunk_size=4)),
     "yaad": deep_model("yaad", draw_yaad, expansion=2),
     "moneta": deep_model("moneta", draw_channels, 4, 3.0, 4.0, expansion=2),
     "memora": deep_model("memora", draw_memora, 4, "simplex_size", expansion=2),

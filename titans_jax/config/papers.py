@@ -1,4 +1,4 @@
-"""The settings of the experiments of the Titans, Miras and ATLAS papers, which configs/ names in a file for each."""
+"""The settings of the experiments of the Titans, Miras, ATLAS and Nested Learning papers, which configs/ names."""
 
 from dataclasses import dataclass, replace
 
@@ -44,7 +44,7 @@ SIZES = {
 }
 """The last is the paper's 1.3B. Miras has the rows 170m, 340m and 760m (there 780M) and names 1.3B without a row."""
 
-MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 10, "mag": 10, "mal": 9}
+MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 10, "mag": 10, "mal": 9, "hope": 4, "hope_attention": 5}
 """Matrices of dim x dim in a block, beside those of its feed-forward."""
 START = {"ttt_linear": 1, "ttt_mlp": 8}
 """Numbers of a memory's learned start over head_dim^2, of baselines that have one."""
@@ -67,6 +67,13 @@ def atlas(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config
     """An experiment of the ATLAS paper (arXiv 2505.23735, by secondary notes): Titans' sizes, one learning rate."""
     config = experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0)
     return replace(config, optimizer=replace(config.optimizer, learning_rate=4e-4))
+
+
+def hope(block: str, size: str) -> Config:
+    """An experiment of the Nested Learning paper (arXiv 2512.24695, by secondary notes) in Titans' sizes: "hope", with
+    five memories in every head, or "hope_attention", with none."""
+    start = 40 if block == "hope" else 0
+    return experiment(size, (block,), MemoryConfig(preset="hope"), num_persistent=0, start=start, rows=0)
 
 
 def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:

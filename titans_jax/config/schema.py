@@ -91,6 +91,12 @@ class MemoryConfig:
     """Tokens of a segment of `caching`, a multiple of the rule's chunk. Packed documents start at multiples of it."""
     cache_restart: bool = False
     """Begin every segment of `caching` with the memory of a document's start; False goes on from the last one."""
+    continuum_chunks: tuple[int, ...] = (16, 64, 256)
+    """Levels of the continuum memory of hope and hope_attention: the tokens after which each one changes, the fastest
+    first, each a multiple of the one before. Packed documents start at multiples of the last."""
+    continuum_order: Literal["sequential", "independent"] = "sequential"
+    """A level of a continuum memory reads the one before it, or all read its input and their answers are summed with
+    learned weights."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 
@@ -122,7 +128,8 @@ class ModelConfig:
     vocab_size: int = 320
     """Rows of the embedding; at least the tokenizer's. 257 bytes and specials rounded up to a multiple of 64."""
     hidden_dim: int | None = None
-    """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64."""
+    """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64. The levels of a continuum memory together
+    have as many parameters."""
     segment: int = 512
     """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
     mac_write: Literal["residual", "attention"] = "residual"

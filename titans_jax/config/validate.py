@@ -5,6 +5,7 @@ work.
 """
 
 import dataclasses
+import itertools
 import re
 import types
 import typing
@@ -154,6 +155,16 @@ def _validate_model(model: ModelConfig) -> None:
             "channels"
         )
     cache_aggregation(model.memory)
+    _validate_continuum(model.memory.continuum_chunks)
+
+
+def _validate_continuum(chunks: tuple[int, ...]) -> None:
+    multiples = all(slow % fast == 0 for fast, slow in itertools.pairwise(chunks)) if all(chunks) else False
+    if not chunks or min(chunks) < 1 or not multiples:
+        raise ConfigError(
+            f"model.memory.continuum_chunks is {chunks}; use one or more numbers, each a multiple of the one before, "
+            "such as (16, 64, 256)"
+        )
 
 
 def _validate_batch(config: Config) -> None:

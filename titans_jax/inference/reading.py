@@ -33,7 +33,14 @@ from titans_jax.errors import TitansError
 from titans_jax.models import granularity
 
 FORMAT = "1"
-LATER = {"omega_window": None, "caching": None, "cache_segment": 256, "cache_restart": False}
+LATER = {
+    "omega_window": None,
+    "caching": None,
+    "cache_segment": 256,
+    "cache_restart": False,
+    "continuum_chunks": (16, 64, 256),
+    "continuum_order": "sequential",
+}
 """Fields of the memory's configuration that came after the first memory files, and the values with which a model is
 what it was without them: so a file of before is still one of the same model."""
 LONG = 1 << 30
@@ -139,7 +146,7 @@ class Reader:
         if jax.tree.map(lambda x: x.shape, self.abstract_state) != jax.tree.map(lambda x: x.shape, self._shapes(LONG)):
             raise MemoryFileError(
                 "the model has full attention, which keeps every token, or caching, which keeps a memory of every "
-                "segment; use one of lmm, mac, mag, mal or window blocks, with model.memory.caching None"
+                "segment; use one of lmm, mac, mag, mal, hope or window blocks, with model.memory.caching None"
             )
         config = nnx.merge(graphdef, params).config
         self.fingerprint = fingerprint(config, params)

@@ -2,21 +2,25 @@
 
 from titans_jax.layers.attention import Attention
 from titans_jax.layers.cached_memory import CachedMemory, memory_layer
+from titans_jax.layers.continuum_memory import ContinuumMemory
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.layers.self_referential import SelfReferentialMemory
 
 __all__ = [
     "Attention",
     "CachedMemory",
     "CausalConvolution",
+    "ContinuumMemory",
     "FeedForward",
     "GatedMerge",
     "NeuralMemory",
     "PersistentTokens",
     "RMSNorm",
+    "SelfReferentialMemory",
     "memory_layer",
 ]

@@ -25,8 +25,8 @@ from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rul
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import MemoryGates
+from titans_jax.layers.memory_layer import HeadReads
 from titans_jax.layers.memory_report import memory_report
-from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.layers.rotation import RotatedInputs, Rotation, RotationTail
@@ -39,9 +39,6 @@ from titans_jax.sharding import (
     logical,
     on_devices,
 )
-
-READS = "memory_reads"
-"""Name, for policies of rematerialisation, of a memory's reads: nothing of their size costs as much to repeat."""
 
 
 class MemoryLayerState(NamedTuple):
@@ -93,17 +90,14 @@ class MemoryInput(nnx.Module):
         return checkpoint_name(x.reshape(*x.shape[:-1], *self.heads), "features"), tail
 
 
-class NeuralMemory(nnx.Module):
+class NeuralMemory(HeadReads):
     """A sequence layer that learns while it reads, [b, t, dim] -> [b, t, dim].
 
     One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings).
 
-    writes: False leaves the memory at its start, exactly: it is read, in training as in streaming, and never written,
-    not even with persistent tokens. What the memory is worth is measured by it (`models.without_writes`).
     caches: whether what the memory was is kept and read too, which `CachedMemory` does.
     """
 
-    writes = True
     caches = False
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -115,7 +109,6 @@ class NeuralMemory(nnx.Module):
         self.rule, self.form = memory_rule(config.memory), config.memory.form
         self.rematerialised = config.remat != "none"
         self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
-        width = config.num_heads * config.head_dim
         self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
         choices = gate_choices(config.memory)
         copies = choices.projected_steps(self.rule)
@@ -140,11 +133,7 @@ class NeuralMemory(nnx.Module):
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
         self.rotation = Rotation(config, rngs=rngs) if choices.rotated_keys else None
-        self.norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
-        self.output_gate = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
-        self.output_projection = projection(
-            config, width, config.dim, ("heads", "embed"), writes_residual=True, rngs=rngs
-        )
+        self.make_output(config, rngs=rngs)
 
     def __call__(
         self,
@@ -269,14 +258,6 @@ class NeuralMemory(nnx.Module):
 
         heads = jax.vmap(one, in_axes=(0, 0, 1), out_axes=1)
         return jax.vmap(heads, in_axes=(None, 0, 0))(self.params(), weights, queries)
-
-    def output(self, x: jax.Array, reads: jax.Array) -> jax.Array:
-        """Reads [b, t, h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output projection."""
-        # Held flat, or a TPU would take squares as the kernel has them, whose narrow heads fill no register.
-        flat = jax.lax.optimization_barrier(side_by_side(reads.astype(self.dtype)))
-        reads = checkpoint_name(flat, READS).reshape(reads.shape)
-        y = self.norm(reads).reshape(flat.shape)
-        return self.output_projection(y * jax.nn.silu(self.output_gate(x)))
 
     def start(self, persistent: jax.Array | None = None) -> MemoryLayerState:
         """The state before a document's first token, without the batch axis: M_0 with no momentum and no history, or

@@ -3,6 +3,7 @@
 from titans_jax.models import heads, lmm, mac, mag, mal  # noqa: F401  (they register their blocks and heads)
 from titans_jax.models.attention_block import AttentionBlock, WindowBlock
 from titans_jax.models.block import BLOCKS, Block, register_block
+from titans_jax.models.hope import Hope, HopeAttention
 from titans_jax.models.language_model import LanguageModel
 from titans_jax.models.pattern import (
     check_model,
@@ -20,6 +21,8 @@ __all__ = [
     "Block",
     "BlockStack",
     "HEADS",
+    "Hope",
+    "HopeAttention",
     "LanguageModel",
     "TokenStack",
     "WindowBlock",

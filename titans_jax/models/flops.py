@@ -8,6 +8,7 @@ caps it. Work that rematerialisation repeats is not counted, nor look-ups and el
 from __future__ import annotations
 
 from titans_jax.config import ModelConfig, cache_aggregation, gate_choices, memory_rule
+from titans_jax.layers.continuum_memory import level_width
 from titans_jax.layers.feed_forward import hidden_width
 
 TOKENS_PER_BLOCK = 64
@@ -63,6 +64,23 @@ def caching_flops(model: ModelConfig, time: int) -> float:
     whole, rest = divmod(time, model.memory.cache_segment)
     kept = (model.memory.cache_segment * whole * (whole - 1) / 2 + rest * whole) / time
     return kept * memory_read_flops(model) + projection_flops(model) * aggregation.scored
+
+
+def self_referential_flops(model: ModelConfig) -> float:
+    """Queries, output gate and output; convolutions; two gates; in every head five memories that are written. One is
+    read at every token; at the chunk's start four are read with the token and all with its value."""
+    reads, writes = memory_read_flops(model), model.num_heads * memory_flops(model)
+    layer = 3 * projection_flops(model) + 2 * 2 * model.conv_size * model.dim + 2 * 2 * model.dim
+    return layer + 5 * writes - 4 * reads + (4 + 5) * reads
+
+
+def continuum_flops(model: ModelConfig) -> float:
+    """Values and gates; of every level a read, the cotangents behind it, and the update of two matrices; that reads and
+    keys are the same product is left to the compiler."""
+    levels = len(model.memory.continuum_chunks)
+    matrices = 2 * 2 * model.dim * level_width(model)
+    gates = 2 * 2 * model.dim * levels
+    return projection_flops(model) + gates + levels * (matrices + matrices / 2 + matrices)
 
 
 def memory_read_flops(model: ModelConfig) -> int:

@@ -3,17 +3,17 @@
 import jax
 from flax import nnx
 
-from titans_jax.layers import NeuralMemory
+from titans_jax.layers.memory_layer import MemoryLayer
 
 
 def without_writes(graphdef: nnx.GraphDef) -> nnx.GraphDef:
-    """The same model, with the same parameters, whose memories stay at their start (`NeuralMemory.writes`).
+    """The same model, with the same parameters, whose memories stay at their start (`MemoryLayer.writes`).
 
     It is for `nnx.merge(without_writes(graphdef), params)`, in training, prefill and decoding alike. A model without
     memory comes back as it is.
     """
     model = nnx.graph.unflatten(graphdef, [jax.ShapeDtypeStruct((), "float32")] * graphdef.num_leaves)
     for _, module in nnx.iter_graph(model):
-        if isinstance(module, NeuralMemory):
+        if isinstance(module, MemoryLayer):
             module.writes = False
     return nnx.graphdef(model)

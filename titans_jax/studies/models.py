@@ -14,7 +14,7 @@ from flax import nnx
 from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, did_you_mean, gate_choices, memory_rule
 from titans_jax.layers.cached_memory import CachedMemoryState
 from titans_jax.layers.feed_forward import hidden_width
-from titans_jax.layers.neural_memory import MemoryLayerState
+from titans_jax.memory import MemoryState
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.models import BLOCKS, has_memory
 from titans_jax.training.run import abstract_model, count_params, with_parameters
@@ -108,7 +108,7 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
     state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
     if has_memory(model):
         kept = [layer.kept for layer in jax.tree.leaves(state, is_leaf=_is_cached) if _is_cached(layer)]
-        memories = [layer.memory for layer in jax.tree.leaves(state, is_leaf=_is_memory) if _is_memory(layer)]
+        memories = [memory for memory in jax.tree.leaves(state, is_leaf=_is_memory) if _is_memory(memory)]
         if memory_rule(model.memory).chunk_size == 1:
             memories = [dataclasses.replace(memory, anchor=()) for memory in memories]
         state = memories, kept
@@ -117,7 +117,7 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
 
 
 def _is_memory(leaf: object) -> bool:
-    return isinstance(leaf, MemoryLayerState)
+    return isinstance(leaf, MemoryState)
 
 
 def _is_cached(leaf: object) -> bool:

@@ -15,7 +15,7 @@ from titans_jax.memory import presets
 
 each_form = pytest.mark.parametrize("form", FORMS)
 TOLERANCE = 1e-10
-LEARNED = ("ttt_linear", "ttt_mlp", "titans", "omeganet", "moneta", "yaad", "memora")
+LEARNED = ("ttt_linear", "ttt_mlp", "titans", "omeganet", "hope", "moneta", "yaad", "memora")
 FAST = ("gla", "dfw", "gated_deltanet", "kimi_delta_attention", "rwkv7", "delta_product", "ttt_mlp", "yaad", "memora")
 
 

@@ -124,9 +124,10 @@ def starts_chunk(state: MemoryState) -> bool:
     return isinstance(state.position, int) and state.position == 0
 
 
-def scan_groups(scan, size: BlockSize, carry, inputs: MemoryInputs):
-    """`scan` groups of blocks, each rematerialised from its start: (carry, outputs [blocks, ...])."""
-    blocks, group = len(inputs.queries), size.group
+def scan_groups(scan, size: BlockSize, carry, inputs):
+    """`scan` groups of blocks, each rematerialised from its start, of inputs with leaves [blocks, ...]: (carry, outputs
+    [blocks, ...])."""
+    blocks, group = len(jax.tree.leaves(inputs)[0]), size.group
     inputs = (jnp.arange(blocks, dtype=jnp.int32), inputs)
     if blocks <= group:
         return scan(carry, inputs)

@@ -135,6 +135,37 @@ class Omega(Algorithm):
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaGradientDescent(Algorithm):
+    """W_t = (a_t I - theta_t x^T x) W_{t-1} - theta_t u_t for the matrices that read the key, x being what they are
+    given; W_t = a_t W_{t-1} - theta_t u_t for the others (Nested Learning, arXiv 2512.24695; memory/README.md, Hope).
+
+    The erased term is the gradient of ||x W||^2 / 2, which the inner loss therefore has beside the bias. With momentum
+    both are in S_t.
+    """
+
+    has_momentum: bool = False
+
+    def inner_loss(
+        self,
+        architecture: Architecture,
+        bias: AttentionalBias,
+        linear: Apply,
+        params: Params,
+        written: Written,
+    ) -> jax.Array:
+        answers = []
+
+        def kept(i: int, x: jax.Array) -> jax.Array:
+            y = linear(i, x)
+            if i < architecture.input_matrices:
+                answers.append(y)
+            return y
+
+        loss = super().inner_loss(architecture, bias, kept, params, written)
+        return loss + sum(jnp.sum(jnp.square(y), axis=-1) for y in answers) / 2
+
+
+@dataclasses.dataclass(frozen=True)
 class Implicit(Algorithm):
     """The step that solves argmin_W theta/2 ||k W - v||^2 + 1/2 ||W - W_{t-1}||^2: theta / (1 + theta ||k||^2) of the
     gradient (Longhorn, arXiv 2407.14207)."""
@@ -223,3 +254,4 @@ def conjugate_gradients(matvec: Callable[[jax.Array], jax.Array], right: jax.Arr
 
 
 gradient_descent, momentum, omega, implicit, least_squares = GradientDescent, Momentum, Omega, Implicit, LeastSquares
+delta_gradient_descent = DeltaGradientDescent

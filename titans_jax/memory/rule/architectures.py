@@ -123,6 +123,15 @@ class Mlp(Architecture):
 
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
+class SkipMlp(Mlp):
+    """M(x) = x + MLP(x): a residual without a norm, the memory of ATLAS and of Hope (arXiv 2512.24695)."""
+
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
+        return x + super().read(linear, params, x)
+
+
+@register_architecture()
+@dataclasses.dataclass(frozen=True)
 class ResidualMlp(Mlp):
     """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (memory/README.md, The
     rule; Readings)."""
@@ -281,3 +290,4 @@ def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 linear, mlp, residual_mlp, polynomial_mlp, gated_mlp = Linear, Mlp, ResidualMlp, PolynomialMlp, GatedMlp
+skip_mlp = SkipMlp

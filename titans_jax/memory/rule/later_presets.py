@@ -1,14 +1,14 @@
-"""Linear recurrent models that came after Miras' Table 1, as presets.
+"""Models that came after Miras' Table 1, as presets: linear recurrent ones, and the memories of Hope.
 
-All are matrix memories that start from zero and take every token as a chunk of its own, exact in every form. Around
-them is the backbone that all memories here share, not that of their papers: a short convolution and SiLU (Mamba-3 has
-neither), a norm and a SiLU gate behind the read (Kimi's and Gated DeltaNet-2's gates are sigmoids of low rank, Mamba-3
-has no norm), and channel-wise gates through a low rank (Gated DeltaNet-2's b and w are of full rank).
+The linear ones start from zero and take every token as a chunk of its own, exact in every form. Around them is the
+backbone that all memories here share, not that of their papers: a short convolution and SiLU (Mamba-3 has neither), a
+norm and a SiLU gate behind the read (Kimi's and Gated DeltaNet-2's gates are sigmoids of low rank, Mamba-3 has no
+norm), and channel-wise gates through a low rank (Gated DeltaNet-2's b and w are of full rank).
 """
 
 from __future__ import annotations
 
-from titans_jax.memory.rule import algorithms, biases
+from titans_jax.memory.rule import algorithms, architectures, biases, retentions
 from titans_jax.memory.rule.gate_choices import GateChoices
 from titans_jax.memory.rule.presets import matrix, register_preset
 from titans_jax.memory.rule.rule import MemoryRule
@@ -66,6 +66,18 @@ def mamba3() -> MemoryRule:
     where they are from.
     """
     return matrix(biases.dot_product(), algorithms.gradient_descent(steps=2))
+
+
+@register_preset(gates=GateChoices("forget", "bounded_low"))
+def hope(depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule:
+    """x + LN(MLP(x)) by delta gradient descent with decay, without momentum (Nested Learning, arXiv 2512.24695).
+
+    The block "hope" has five of these in every head, which make one another's keys, values and gates
+    (`titans_jax.layers.self_referential`). The paper's memories have no norm (`architectures.skip_mlp`); the equations
+    are from secondary notes, not checked against the print.
+    """
+    architecture = architectures.residual_mlp(depth, expansion)
+    return MemoryRule(architecture, biases.l2(), retentions.decay(), algorithms.delta_gradient_descent(), chunk_size)
 
 
 def delta() -> MemoryRule:
