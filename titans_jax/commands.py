@@ -238,7 +238,7 @@ def models(arguments: list[str]) -> None:
     _no_arguments("titans models", arguments, "Every memory rule by name: what it is made of, and its floats of state.")
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from titans_jax.memory import FORMS, choose_form
     from titans_jax.memory.caching import AGGREGATIONS
@@ -247,7 +247,8 @@ def models(arguments: list[str]) -> None:
 
     head_dim = 64
     # 80 columns hold the five with nothing to spare but a line between them.
-    table = Table("preset", "memory", "bias", "retention", "algorithm", box=box.MINIMAL, padding=0, show_edge=False)
+    names = Column("preset", min_width=max(map(len, PRESETS)))
+    table = Table(names, "memory", "bias", "retention", "algorithm", box=box.MINIMAL, padding=0, show_edge=False)
     table.show_lines, forms = True, {}
     for name, preset in PRESETS.items():
         rule, gates = preset.make(), preset.gates
