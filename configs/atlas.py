@@ -1,4 +1,4 @@
-"""The models of the ATLAS paper (arXiv 2505.23735): OmegaNet, and with attention behind it.
+"""The models of the ATLAS paper (arXiv 2505.23735): OmegaNet and Atlas, and with attention behind them.
 
     titans train omeganet_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
@@ -10,7 +10,9 @@
 
 Sizes are those of Titans (configs/titans.py), the learning rate is the paper's 4e-4 for all, the window 16 tokens. The
 paper's polynomial features are left out: it states no degree, and with that of 2 (`polynomial_mlp(degree=2)`) the
-learned starts of the memories alone would have 217 million parameters at 340m and 715 million at 760m.
+learned starts of the memories alone would have 217 million parameters at 340m and 715 million at 760m. Atlas takes one
+orthogonal step every 16 tokens, and the paper one at every token (memory/README.md, Steps of whole chunks); Atlas++ is
+`--model.memory.architecture residual_gated_mlp`.
 """
 
 from titans_jax.config.papers import atlas
@@ -28,4 +30,14 @@ configs = {
     "omeganet_h_340m": atlas("omeganet", "340m", HYBRID),  # 340,292,160 parameters, 5.1 GiB
     "omeganet_h_760m": atlas("omeganet", "760m", HYBRID),  # 762,881,088 parameters, 11.4 GiB
     "omeganet_h_1b": atlas("omeganet", "1b", HYBRID),  # 1,302,584,664 parameters, 19.4 GiB
+    # Atlas: the same window, momentum, and steps made orthogonal
+    "atlas_170m": atlas("atlas", "170m"),  # 170,955,456 parameters, 2.5 GiB
+    "atlas_340m": atlas("atlas", "340m"),  # 344,990,592 parameters, 5.1 GiB
+    "atlas_760m": atlas("atlas", "760m"),  # 762,848,640 parameters, 11.4 GiB
+    "atlas_1b": atlas("atlas", "1b"),  # 1,303,876,560 parameters, 19.4 GiB
+    # Atlas, then sliding-window attention
+    "atlas_h_170m": atlas("atlas", "170m", HYBRID),  # 171,110,112 parameters, 2.5 GiB
+    "atlas_h_340m": atlas("atlas", "340m", HYBRID),  # 340,685,760 parameters, 5.1 GiB
+    "atlas_h_760m": atlas("atlas", "760m", HYBRID),  # 763,471,296 parameters, 11.4 GiB
+    "atlas_h_1b": atlas("atlas", "1b", HYBRID),  # 1,302,879,720 parameters, 19.4 GiB
 }

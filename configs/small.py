@@ -65,6 +65,10 @@ configs = {
     "preconditioned_delta_small": small("preconditioned_delta"),  # 1,916,744 parameters
     "preconditioned_kimi_small": small("preconditioned_kimi"),  # 1,948,472 parameters
     "omeganet_small": small("omeganet"),  # 2,079,128 parameters
+    "atlas_small": small("atlas"),  # 2,083,240 parameters
+    "dla_small": small("dla"),  # 2,048,288 parameters
+    # LaCT (arXiv 2505.23884): chunks as long as the window of the attention beside them
+    "lact_small": small("lact", pattern=("mag",), chunk_size=64, forget="preset"),  # 2,773,808 parameters
     "mamba3_small": small("mamba3"),  # 1,924,904 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters

@@ -21,7 +21,7 @@ FLOORS = (
     ("memory.gates", "memory.state"),
     ("memory.rule.gate_choices",),
     ("memory.rule.presets",),
-    ("memory.rule.later_presets",),
+    ("memory.rule.later_presets", "memory.rule.atlas_presets"),
     ("memory.forms",),
     ("memory.pallas",),
     ("memory.checks",),

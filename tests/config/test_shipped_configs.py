@@ -28,8 +28,10 @@ LATER = (
     "mamba3",
 )
 MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
-ATLAS = ("omeganet", "omeganet_h")
+ATLAS = ("omeganet", "omeganet_h", "atlas", "atlas_h")
 HOPE = ("hope", "hope_attention")
+LACT = ("170m", "340m", "760m")
+AFTER = (*LATER, "atlas", "dla", "lact", "hope")
 TEXTS = {file.stem: file.read_text() for file in folder().glob("*.py")}
 STATED = {
     name: (int(parameters.replace(",", "")), gibibytes)
@@ -48,10 +50,11 @@ def test_all_are_there():
     atlas = {f"{model}_{size}" for model in ATLAS for size in sizes}
     hope = {f"{model}_{size}" for model in HOPE for size in ("760m", "1b")}
     baselines = {f"{model}_{size}" for model in (*BASELINES, *LATER) for size in sizes}
+    lact = {f"lact_{size}" for size in LACT}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
     others = {"quickstart", "gated_deltanet_h2_small", "hope_attention_small", "memory_caching_small"}
-    assert set(CONFIGS) == titans | miras | atlas | hope | baselines | rest | others
-    assert (len(titans), len(miras), len(rest)) == (25, 24, 17 + len(LATER))
+    assert set(CONFIGS) == titans | miras | atlas | hope | lact | baselines | rest | others
+    assert (len(titans), len(miras), len(rest)) == (25, 24, 16 + len(AFTER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
 
 
@@ -77,13 +80,13 @@ def test_models_of_a_size_have_as_many_parameters(size):
     """Within 2 % of each other, and the name says how many, but for 1b, which is the paper's 1.3B."""
     counts = [count for name, (count, _) in STATED.items() if name.endswith(f"_{size}")]
     hope = len(HOPE) if size in ("760m", "1b") else 0
-    assert len(counts) == (5 if size == "400m" else 21 + len(LATER) + hope)
+    assert len(counts) == (5 if size == "400m" else 23 + len(LATER) + (size in LACT) + hope)
     assert max(counts) < 1.02 * min(counts)
     named = 1.3e9 if size == "1b" else float(size[:-1]) * 1e6
     assert counts == pytest.approx([named] * len(counts), rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "hope", "baselines", "later"])
+@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "hope", "baselines", "later", "lact"])
 def test_the_table_of_sizes_in_a_docstring_is_true(family):
     """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""
     docstring = ast.get_docstring(ast.parse(TEXTS[family]))

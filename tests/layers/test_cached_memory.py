@@ -158,7 +158,7 @@ def test_pieces_equal_the_whole(caching):
     assert jax.tree.map(same, state) == jax.tree.map(same, init_state(layer))
 
 
-OF_THEIR_OWN = ["omeganet", "mamba3", "comba", "preconditioned_kimi"]
+OF_THEIR_OWN = ["omeganet", "atlas", "mamba3", "comba", "preconditioned_kimi"]
 """Presets whose layers carry more than weights from segment to segment, or read with other queries than projected."""
 
 
@@ -166,7 +166,7 @@ OF_THEIR_OWN = ["omeganet", "mamba3", "comba", "preconditioned_kimi"]
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("preset", OF_THEIR_OWN)
 def test_pieces_equal_the_whole_whatever_a_preset_carries(preset, restart):
-    fields = {} if preset == "omeganet" else {"step_unit": "error", "max_step_size": 3.0}
+    fields = {} if preset in ("omeganet", "atlas") else {"step_unit": "error", "max_step_size": 3.0}
     layer = layer_of(configured("gated", preset=preset, cache_restart=restart, **fields))
     x = inputs()
     whole = row(layer, x)

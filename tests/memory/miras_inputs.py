@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import later_oracle
 import miras_oracle as oracle
+import muon_oracle
 import numpy as np
 import omega_oracle
+from oracle import Rule as OracleRule
 
 from titans_jax import memory
 from titans_jax.memory import presets
@@ -247,6 +249,49 @@ def hope_model(rule):
     return Model(rule, draw_titans if momentum else draw_deep, expect)
 
 
+def draw_lact(generator, time):
+    """Three matrices; a step is the share of a matrix of singular values near 1."""
+    return draw_deep(generator, time, 3, 1.0) | {"momentum": generator.uniform(0.1, 0.9, (time, 3))}
+
+
+def draw_atlas(generator, time, window=3):
+    """Steps that a matrix of singular values near 1 is multiplied by."""
+    inputs = draw_titans(generator, time) if window == 1 else draw_omega(generator, time, window, momentum=True)
+    return inputs | {"step_size": inputs["step_size"] * 20}
+
+
+def muon_model(rule, draw):
+    """A rule that takes one orthogonal step a chunk, its architecture, bias and options as in the oracle's words."""
+    algorithm, words = rule.algorithm, {memory.architectures.ResidualMlp: "residual_mlp"}
+    bias = "dot_product" if rule.bias == memory.biases.dot_product() else "l2"
+    architecture = words.get(type(rule.architecture), "gated_mlp")
+    said = OracleRule(architecture, bias, True, rule.chunk_size, rule.forget_to_start, rule.bound_slope)
+    options = {
+        "window": algorithm.window,
+        "coefficients": {"muon": muon_oracle.MUON, "lact": muon_oracle.LACT}[algorithm.coefficients],
+        "once_a_chunk": algorithm.momentum_by_chunk,
+        "weight_norm": rule.retention == memory.retentions.weight_norm(),
+    }
+
+    def expect(x, params):
+        tokens = (x["queries"], x["keys"], x["values"])
+        return muon_oracle.memorize(said, params, *tokens, **gates(x), **options)[0]
+
+    return Model(rule, draw, expect)
+
+
+def dla_model(window=None):
+    """A deep memory with the bias of linear attention, one token at a time or by a window."""
+    rule = presets.PRESETS["dla"].make(window, expansion=2, chunk_size=4)
+
+    def expect(x, params):
+        tokens = (x["queries"], x["keys"], x["values"])
+        slow, sizes = (params["weights"], params["norm_scale"]), {"window": window or 1, "chunk_size": 4}
+        return omega_oracle.omega(*tokens, *slow, **sizes, bias="dot_product", **gates(x))
+
+    return Model(rule, draw_deep if window is None else functools.partial(draw_omega, window=window), expect)
+
+
 def constant_model(name):
     """RetNet and Lightning attention, whose retention is one number."""
     preset = "lightning_attention" if name == "lightning" else name
@@ -316,6 +361,9 @@ MODELS = {
     "titans": deep_model("titans", draw_titans, expansion=2),
     "omeganet": omega_model(presets.omeganet(3, expansion=2, chunk_size=4, degree=2)),
     "hope": hope_model(presets.PRESETS["hope"].make(expansion=2, chunk_size=4)),
+    "atlas": muon_model(presets.PRESETS["atlas"].make(3, expansion=2, chunk_size=4), draw_atlas),
+    "dla": dla_model(),
+    "lact": muon_model(presets.PRESETS["lact"].make(expansion=2, chunk_size=4), draw_lact),
     "yaad": deep_model("yaad", draw_yaad, expansion=2),
     "moneta": deep_model("moneta", draw_channels, 4, 3.0, 4.0, expansion=2),
     "memora": deep_model("memora", draw_memora, 4, "simplex_size", expansion=2),
@@ -380,10 +428,11 @@ def rows(model, inputs):
     if reach:
         token = np.zeros((count, reach, HEAD_DIM))
         window = memory.state.WindowTokens(token, token, np.zeros((count, reach, len(weights))))
+    total = np.zeros((count, len(weights))) if model.rule.algorithm.steps_by_chunk else None
     return {name: repeat(leaf) for name, leaf in inputs.items()} | {
         "mask": np.ones((count, TIME), bool),
         "resets": np.zeros((count, TIME), bool),
-        "state": memory.MemoryState(weights, momentum, weights, np.zeros(count, np.int32), window),
+        "state": memory.MemoryState(weights, momentum, weights, np.zeros(count, np.int32), window, total),
     }
 
 

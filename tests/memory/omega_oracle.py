@@ -3,8 +3,8 @@ package.
 
     S_t = eta_t S_{t-1} - sum_{j=0..window-1} gamma_t[j] theta_{t-j} u_{t-j} ,   W_t = a_t W_{t-1} + S_t
 
-u_i is the gradient of ||M(k_i) - v_i||^2 / 2 at the memory of the start of token t's chunk, also of tokens of the chunk
-before; gamma_t[0] = 1. Without momentum S_t is the sum alone.
+u_i is the gradient of ||M(k_i) - v_i||^2 / 2, or of -<M(k_i), v_i>, at the memory of the start of token t's chunk, also
+of tokens of the chunk before; gamma_t[0] = 1. Without momentum S_t is the sum alone.
 """
 
 import itertools
@@ -38,7 +38,7 @@ def read(weights, norm_scale, degree_scale, x):
 
 def omega(
     queries, keys, values, start, norm_scale, degree_scale=None, *, window, chunk_size, retention, step_size,
-    window_weight=None, momentum=None,
+    window_weight=None, momentum=None, bias="l2",
 ):  # fmt: skip
     """Reads [time, d]. retention, step_size, momentum [time, matrices]; window_weight [time, window - 1]."""
     weights, reads = list(start), []
@@ -49,7 +49,8 @@ def omega(
         total = [np.zeros_like(w) for w in weights]
         for j in range(min(window, t + 1)):
             gamma, key = 1.0 if j == 0 else window_weight[t, j - 1], keys[t - j]
-            cotangent = read(anchor, norm_scale, degree_scale, key) - values[t - j]
+            answer = read(anchor, norm_scale, degree_scale, key) if bias == "l2" else 0.0
+            cotangent = answer - values[t - j]
             inputs = key if degree_scale is None else monomials(key, degree_scale)
             for i, u in enumerate(miras_oracle.gradients(anchor, norm_scale, inputs, cotangent)):
                 total[i] += gamma * step_size[t - j, i] * u

@@ -17,6 +17,7 @@ RULES = {
     "memora": memory.presets.memora(expansion=2, chunk_size=1),
     "moneta": memory.presets.moneta(expansion=2, chunk_size=1),
     "ttt_linear": memory.presets.ttt_linear(chunk_size=1),
+    "atlas": memory.atlas_presets.atlas(expansion=2, chunk_size=1),
 }
 RULES = {name: dataclasses.replace(rule, bias=L2) for name, rule in RULES.items()}
 
@@ -29,6 +30,8 @@ def share_removed(rule, step_size):
         params = memory.init_params(rule, start, HEAD_DIM)
         key, error = (jax.random.normal(each, (1, HEAD_DIM)) for each in keys)
         key = key / jnp.linalg.norm(key)
+        if rule.algorithm.steps_by_chunk:  # whose share depends on how large the error is
+            error = jnp.sign(error)
         state = memory.init_state(rule, params)
         value = memory.retrieve(rule, params, state, key) - error
         momentum = jnp.zeros(1) if rule.algorithm.has_momentum else None
@@ -41,7 +44,7 @@ def share_removed(rule, step_size):
     return float(jnp.sum(removed) / jnp.sum(before))
 
 
-@pytest.mark.slow_but_for("titans", "memora")
+@pytest.mark.slow_but_for("titans", "memora", "atlas")
 @pytest.mark.parametrize("name", RULES)
 def test_a_small_step_removes_its_share(name):
     """Other starts and tokens than the unit is measured with: 512 of each agree to some percent."""
@@ -61,6 +64,12 @@ def test_neither_bias_nor_chunk_nor_algorithm_changes_it():
         dataclasses.replace(rule, forget_to_start=True),
     )
     assert {error_removed(other, HEAD_DIM) for other in others} == {error_removed(rule, HEAD_DIM)}
+
+
+def test_the_unit_of_orthogonal_steps_hardly_depends_on_the_width():
+    """Nor on the window; a plain one grows as head_dim."""
+    units = [error_removed(memory.atlas_presets.atlas(window, 2), dim) for window, dim in ((1, 8), (16, 8), (16, 32))]
+    assert units[0] == units[1] and 1 < units[0] < 2 and units[2] == pytest.approx(units[1], rel=0.1)
 
 
 def test_it_is_a_number_inside_a_compiled_function_too():

@@ -49,6 +49,14 @@ def test_tokens_of_a_window_are_keys_of_the_next_chunk_too():
     assert memory_flops(model) == 2 * (20 * 31 * 32**2 // 16 + 8 * 32**2 + 10 * 31 * 32)
 
 
+def test_a_step_of_a_whole_chunk():
+    """By hand: keys forward 8, back 4 and written 8, of 31 tokens; queries 8, in d^2; and of two matrices d x 4d five
+    times X X^T, its square, and that times X."""
+    model = dataclasses.replace(MODEL, memory=MemoryConfig(preset="atlas", chunk_size=16, omega_window=16))
+    orthogonal = 2 * 5 * (4 + 1 + 4) * 32**3
+    assert memory_flops(model) == 2 * (8 * 32**2 + (20 * 31 * 32**2 + orthogonal) // 16)
+
+
 def test_transformer():
     time = 10
     projections, keys = 4 * 2 * 64 * 64, 5.5

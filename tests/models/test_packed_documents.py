@@ -68,10 +68,11 @@ def test_any_documents_fit_with_slack(kind):
 
 
 @pytest.mark.slow
-def test_documents_do_not_reach_into_each_other_s_windows():
-    """Each begins with the window that the persistent tokens left, and shares its steps as alone."""
+@pytest.mark.parametrize("preset", ["omeganet", "atlas"])
+def test_documents_do_not_reach_into_each_other_s_windows(preset):
+    """Each begins with the window and the momentum that the persistent tokens left, and shares its steps as alone."""
     with jax.enable_x64(True):
-        config = small.config("lmm", memory={"preset": "omeganet"} | small.SHARED, depth=1)
+        config = small.config("lmm", memory={"preset": preset} | small.SHARED, depth=1)
         assert_documents_alone(config, [pack(lengths, 32, small.CHUNK) for lengths in ([5, 9, 3], [8, 1, 7], [32])])
 
 

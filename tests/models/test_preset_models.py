@@ -128,6 +128,7 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
         {"preset": "moneta", "retention": "f_divergence", "momentum": True},
         {"preset": "moneta", "q": 3.0, "forget": "never"},
         {"preset": "titans", "channel_retention": "key"},
+        {"preset": "atlas", "architecture": "residual_gated_mlp", "retention": "weight_norm"},
     ],
     ids=lambda choices: "-".join(map(str, choices.values())),
 )

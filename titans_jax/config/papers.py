@@ -1,5 +1,6 @@
 """The settings of the experiments of the Titans, Miras, ATLAS and Nested Learning papers, which configs/ names."""
 
+import math
 from dataclasses import dataclass, replace
 
 from titans_jax.config import (
@@ -74,6 +75,18 @@ def hope(block: str, size: str) -> Config:
     five memories in every head, or "hope_attention", with none."""
     start = 40 if block == "hope" else 0
     return experiment(size, (block,), MemoryConfig(preset="hope"), num_persistent=0, start=start, rows=0)
+
+
+def lact(size: str) -> Config:
+    """LaCT (arXiv 2505.23884) in the sizes of the others: chunks as long as the window of the attention beside them, in
+    rows of four chunks."""
+    memory = MemoryConfig(preset="lact", forget="preset")
+    config = experiment(size, ("mag",), memory, num_persistent=0, start=12, rows=0)
+    model = replace(config.model, rope_theta=1e6, memory=replace(config.model.memory, chunk_size=config.model.window))
+    rows, chips = ROWS // 2, math.prod(int(side) for side in SIZES[size].topology.removeprefix("v5e:").split("x"))
+    data = replace(config.data, sequence_length=2 * LENGTH, batch_size=rows)
+    training = replace(config.training, gradient_accumulation=rows // chips)  # one row at a time on a chip
+    return replace(config, model=model, data=data, training=training)
 
 
 def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:

@@ -58,10 +58,10 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
         changed["retention"] = "forget"
     elif not keeps and config.forget == "never":
         changed |= {"retention": "keep", "key": None, "value": None}
-    if config.channel_retention not in (None, "none") and rule.algorithm.window > 1:
+    if config.channel_retention not in (None, "none") and rule.algorithm.whole_tokens:
         raise ConfigError(
             f"model.memory.channel_retention is {config.channel_retention}; use None, as {config.preset} weighs whole "
-            "tokens of its window"
+            f"tokens{' of its window' if rule.algorithm.window > 1 else ''}"
         )
     if config.channel_retention is not None:
         sides = {"none": (), "both": ("key", "value")}.get(config.channel_retention, (config.channel_retention,))
@@ -135,7 +135,7 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
         elif rule.algorithm not in (plain, algorithms.momentum()):
             raise ConfigError(
                 f"model.memory.momentum is {config.momentum}; the algorithm of {config.preset}, {rule.algorithm}, "
-                "knows no momentum: leave it None"
+                f"{'always has' if rule.algorithm.has_momentum else 'knows no'} momentum: leave it None"
             )
         else:
             choices["algorithm"] = algorithms.momentum() if config.momentum else plain

@@ -55,8 +55,8 @@ class MemoryConfig:
     steps: int = 2
     """Inner steps per token of delta_product. Ignored by other presets."""
     omega_window: int | None = None
-    """Tokens whose losses omeganet descends together, at most `chunk_size`; None is 16, or `chunk_size` where that is
-    shorter. Ignored by other presets."""
+    """Tokens whose losses omeganet and atlas descend together, at most `chunk_size`; None is 16, or `chunk_size` where
+    that is shorter, and for dla 1. Ignored by other presets."""
     gate_rank: int = 32
     """Width that channel-wise gates are computed through."""
     chunk_size: int = 16

@@ -48,15 +48,16 @@ class Carried(NamedTuple):
     weights: Matrices
     momentum: Matrices
     window: WindowTokens | None
+    step_total: jax.Array | None
 
     @classmethod
     def of(cls, state: memory.MemoryState) -> "Carried":
         """What a state at a chunk's start carries."""
-        return cls(state.weights, state.momentum, state.window)
+        return cls(state.weights, state.momentum, state.window, state.step_total)
 
     def state(self) -> memory.MemoryState:
         """The state at a chunk's start that carries this."""
-        return memory.MemoryState(self.weights, self.momentum, self.weights, 0, self.window)
+        return memory.MemoryState(self.weights, self.momentum, self.weights, 0, self.window, self.step_total)
 
 
 class CachedMemoryState(NamedTuple):

@@ -39,6 +39,7 @@ class MemoryGates(nnx.Module):
     def __init__(self, config: ModelConfig, rule: memory.MemoryRule, *, rngs: nnx.Rngs):
         choices = gate_choices(config.memory)
         self.choices, self.steps, self.dtype = choices, rule.algorithm.steps, param_dtype(config)
+        self.by_chunk = rule.algorithm.steps_by_chunk
         self.config = config
         heads, dtype = config.num_heads, self.dtype
 
@@ -119,7 +120,8 @@ class MemoryGates(nnx.Module):
         momentum = jax.nn.log_sigmoid(logits["momentum"]) if "momentum" in logits else None
         if "window_weight" in logits:
             channel["window_weight"] = jax.nn.sigmoid(logits["window_weight"])
-            step_size /= window_total(channel["window_weight"])
+            if not self.by_chunk:  # whose one step does not grow with what is summed
+                step_size /= window_total(channel["window_weight"])
         return keys, values, memory.Gates(retention, momentum, step_size, mask, **channel)
 
     def queries(self, queries: jax.Array, keys: jax.Array) -> jax.Array:

@@ -130,6 +130,7 @@ class NeuralMemory(HeadReads):
 
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
         shared = config.memory.share_steps and config.memory.step_unit == "error" and choices.bounded
+        shared = shared and not self.rule.algorithm.steps_by_chunk  # near keys are one direction, taken once
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
         self.rotation = Rotation(config, rngs=rngs) if choices.rotated_keys else None

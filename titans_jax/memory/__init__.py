@@ -20,7 +20,15 @@ from titans_jax.memory.interface import (
     retrieve,
     start_chunk,
 )
-from titans_jax.memory.rule import algorithms, architectures, biases, later_presets, presets, retentions
+from titans_jax.memory.rule import (
+    algorithms,
+    architectures,
+    atlas_presets,
+    biases,
+    later_presets,
+    presets,
+    retentions,
+)
 from titans_jax.memory.rule.architectures import register_architecture
 from titans_jax.memory.rule.biases import register_bias
 from titans_jax.memory.rule.gate_choices import GateChoices, LearnedGate
@@ -41,6 +49,7 @@ __all__ = [
     "Surprise",
     "algorithms",
     "architectures",
+    "atlas_presets",
     "biases",
     "choose_form",
     "init_params",

@@ -35,6 +35,11 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
             f"state.window has {kept} tokens: {rule.algorithm} needs {reach}, as in a state made by init_state(rule, "
             "params)."
         )
+    if (state.step_total is None) == rule.algorithm.steps_by_chunk:
+        raise ValueError(
+            f"state.step_total is {'None' if state.step_total is None else 'given'}: {rule.algorithm} needs a state "
+            "made by init_state(rule, params)."
+        )
     written = (time, head_dim) if steps == 1 else (time, steps, head_dim)
     for name, x in (("keys", inputs.keys), ("values", inputs.values)):
         if x.shape != written or x.dtype != queries.dtype:
@@ -62,10 +67,10 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
             f"gates.window_weight is {'None' if gates.window_weight is None else 'given'}: {rule.algorithm} needs "
             + ("None." if reach == 0 else f"one weight per token and token before it, shape ({time}, {reach}).")
         )
-    if reach and gates.channel_wise:
+    if rule.algorithm.whole_tokens and gates.channel_wise:
         raise ValueError(
-            f"gates has a channel-wise retention or step size: {rule.algorithm} weighs whole tokens of its window; use "
-            "None for them."
+            f"gates has a channel-wise retention or step size: {rule.algorithm} weighs whole tokens"
+            f"{' of its window' if reach else ''}; use None for them."
         )
     for name, allowed in shapes.items():
         x = getattr(gates, name)

@@ -71,12 +71,15 @@ def init_state(rule: MemoryRule, params: Params) -> MemoryState:
     weights = tuple(w.astype(state_dtype(w.dtype)) for w in params["weights"])
     zeros = tuple(jnp.zeros_like(w) for w in weights)
     weights, momentum = zeros if rule.forget_to_start else weights, zeros if rule.algorithm.has_momentum else ()
-    return MemoryState(weights, momentum, weights, 0, no_tokens(rule, weights))
+    total = jnp.zeros((len(weights),), weights[0].dtype) if rule.algorithm.steps_by_chunk else None
+    return MemoryState(weights, momentum, weights, 0, no_tokens(rule, weights), total)
 
 
 def start_chunk(state: MemoryState) -> MemoryState:
-    """The same memory with its open chunk closed early: the next token starts a chunk."""
-    return dataclasses.replace(state, anchor=state.weights, position=0)
+    """The same memory with its open chunk closed early: the next token starts a chunk. What a rule that steps by chunks
+    has gathered is not lost: it stays in the momentum."""
+    total = None if state.step_total is None else jnp.zeros_like(state.step_total)
+    return dataclasses.replace(state, anchor=state.weights, position=0, step_total=total)
 
 
 def choose_form(form: str, rule: MemoryRule, gates: Gates, backend: Backend | None = None) -> str:

@@ -40,7 +40,8 @@ class MemoryState:
     `decay`, else an accumulator or logits, of which `readable_weights` makes the fast weights. anchor: the same at the
     open chunk's start, where gradients are taken. position: inner steps of the open chunk already taken, from 0 to
     chunk_size - 1; a Python int is static, the fast path. window: the last window - 1 tokens of an algorithm whose
-    steps sum several tokens' gradients, in the dtype of the matrices; None for all others.
+    steps sum several tokens' gradients, in the dtype of the matrices; None for all others. step_total: of an algorithm
+    that steps by chunks, the sum of the step sizes of the open chunk's tokens, [matrices]; None for all others.
     """
 
     weights: tuple[Float[Array, "_ _"], ...]
@@ -48,6 +49,7 @@ class MemoryState:
     anchor: tuple[Float[Array, "_ _"], ...]
     position: int | Int[Array, ""]
     window: WindowTokens | None = None
+    step_total: Float[Array, " matrices"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -68,8 +70,6 @@ def select_state(condition, when_true: MemoryState, when_false: MemoryState) -> 
 
 
 def cast_state(state: MemoryState, dtype) -> MemoryState:
-    """The state with its matrices and window in `dtype`; its position as it is."""
-    cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
-    return MemoryState(
-        cast(state.weights), cast(state.momentum), cast(state.anchor), state.position, cast(state.window)
-    )
+    """The state with all its numbers in `dtype`; its position as it is."""
+    cast = jax.tree.map(lambda x: x.astype(dtype), dataclasses.replace(state, position=None))
+    return dataclasses.replace(cast, position=state.position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -27,16 +28,21 @@ def error_removed(rule: MemoryRule, head_dim: int) -> float:
     c the cotangent of the read, of an error of 1 or -1 in every channel (derived; for l2, c is the error). The mean
     over random starts, unit keys and signs, the same ones every time, and rounded to three digits, so that all machines
     have the same number. A bias whose cotangent does not depend on the error counts as l2.
+
+    A rule that steps by chunks steps by theta times a direction: its share is that of errors of 1, as far as the
+    direction of one token's gradient leads. Of a chunk's tokens whose gradients are at right angles each loses as much.
     """
+    direction = rule.algorithm.direction if rule.algorithm.steps_by_chunk else None
     if rule.algorithm.descends:
         rule = dataclasses.replace(rule, algorithm=algorithms.gradient_descent())
     if rule.bias.constant_slope == 0:
         rule = dataclasses.replace(rule, bias=biases.l2())
-    return _error_removed(dataclasses.replace(rule, chunk_size=1, forget_to_start=False, bound_slope=False), head_dim)
+    rule = dataclasses.replace(rule, chunk_size=1, forget_to_start=False, bound_slope=False)
+    return _error_removed(rule, direction, head_dim)
 
 
 @functools.cache
-def _error_removed(rule: MemoryRule, head_dim: int) -> float:
+def _error_removed(rule: MemoryRule, direction: Callable | None, head_dim: int) -> float:
     def one(key: jax.Array) -> jax.Array:
         start, key, sign = jax.random.split(key, 3)
         params = init_params(rule, start, head_dim)
@@ -52,6 +58,8 @@ def _error_removed(rule: MemoryRule, head_dim: int) -> float:
         weights = rule.retention.weights(params["weights"], params)
         value, gate = answer(weights) - error, jnp.ones((1,), jnp.float32) if rule.bias.takes_gate else None
         surprise = jax.grad(lambda weights: rule.bias(answer(weights), value, gate))(weights)
+        if direction is not None:
+            surprise = tuple(direction(u, u.dtype) for u in surprise)
         _, removed = jax.jvp(moved, (params["weights"],), (surprise,))
         return jnp.vdot(error, removed) / head_dim
 

@@ -94,7 +94,8 @@ def memory_flops(model: ModelConfig) -> int:
     Keys forward; cotangents back through all but the matrices that read the keys; queries on weights and on momentum;
     updates of both; and the products between the tokens of a chunk (or of a block of tokens, where every token is a
     chunk), for both sides of every matrix. A window's tokens are keys of the chunk after theirs once more. A
-    least-squares read repeats its two products with every iteration.
+    least-squares read repeats its two products with every iteration. A rule that steps by chunks writes to the momentum
+    alone, reads no token of its own chunk, and makes its step once a chunk.
     """
     rule, matrices = memory_rule(model.memory), memory_matrices(model)
     weights = sum(rows * columns for rows, columns in matrices)
@@ -103,8 +104,17 @@ def memory_flops(model: ModelConfig) -> int:
     tokens = TOKENS_PER_BLOCK if rule.chunk_size == 1 else rule.chunk_size
     written = tokens + rule.algorithm.window - 1  # in every chunk
     between = sum(written * (rows + columns) for rows, columns in matrices)
+    if rule.algorithm.steps_by_chunk:
+        keys, steps = (weights + behind + weights) * written, sum(newton_schulz_products(*shape) for shape in matrices)
+        return 2 * (weights + (keys + steps) // tokens)
     reads, keys = rule.algorithm.products_per_read, (weights + behind + states * weights) * written // tokens
     return 2 * rule.algorithm.steps * (keys + reads * (states * weights + between))
+
+
+def newton_schulz_products(rows: int, columns: int) -> int:
+    """Multiplications of five steps of Newton-Schulz on a matrix."""
+    narrow, wide = min(rows, columns), max(rows, columns)
+    return 5 * narrow**2 * (2 * wide + narrow)
 
 
 def memory_matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:

@@ -85,7 +85,7 @@ PALLAS = Backend(
     weighted_outer_products=matmul.weighted_outer_products,
     inverse=solve_tril.inverse_in_kernel,
     channel_decay=channel_decay_pallas.ChannelDecay,
-    missing=frozenset({"arctan", "array_constant", "custom_linear_solve", "lag_token"}),
+    missing=frozenset({"arctan", "array_constant", "custom_linear_solve", "lag_token", "start_weights"}),
 )
 
 

@@ -53,16 +53,18 @@ def test_is_the_oracle_s(scale):
         assert (np.abs(found - plain).max() < 1e-12) == (scale == 3.0)
 
 
-@pytest.mark.parametrize(("depth", "expansion"), [(1, 4), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("depth", "expansion"), [(1, 4), (2, 4), (3, 2), ("gated", 2)])
 def test_start_variance_is_that_of_fresh_memories(depth, expansion):
-    rule = presets.titans(depth=depth, expansion=expansion)
+    if depth == "gated":
+        plain, whole = architectures.gated_mlp(expansion), architectures.residual_gated_mlp(expansion)
+    else:
+        plain, whole = architectures.mlp(depth, expansion), architectures.residual_mlp(depth, expansion)
+    rule = dataclasses.replace(RULE, architecture=whole)
     draws, dim = 4000, 8
 
     def variance(key):
         params = memory.init_params(rule, key, dim)
-        outputs = architectures.mlp(depth, expansion).read(
-            lambda i, x: x @ params["weights"][i], params, jnp.full((dim,), dim**-0.5)
-        )
+        outputs = plain.read(lambda i, x: x @ params["weights"][i], params, jnp.full((dim,), dim**-0.5))
         return jnp.var(outputs)
 
     found = np.asarray(jax.vmap(variance)(jax.random.split(jax.random.key(0), draws)))

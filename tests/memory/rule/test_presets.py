@@ -15,7 +15,7 @@ from titans_jax.memory import presets
 
 each_form = pytest.mark.parametrize("form", FORMS)
 TOLERANCE = 1e-10
-LEARNED = ("ttt_linear", "ttt_mlp", "titans", "omeganet", "hope", "moneta", "yaad", "memora")
+LEARNED = ("ttt_linear", "ttt_mlp", "titans", "omeganet", "atlas", "dla", "lact", "hope", "moneta", "yaad", "memora")
 FAST = ("gla", "dfw", "gated_deltanet", "kimi_delta_attention", "rwkv7", "delta_product", "ttt_mlp", "yaad", "memora")
 
 
@@ -27,7 +27,7 @@ def library(name, form, **changes):
 
 def test_every_preset_has_an_oracle():
     """Every one of the package; other tests may have registered more."""
-    modules = {presets.__name__, memory.later_presets.__name__}
+    modules = {module.__name__ for module in (presets, memory.later_presets, memory.atlas_presets)}
     made = {preset.make.__name__ for preset in presets.PRESETS.values() if preset.make.__module__ in modules}
     assert made == set(MODELS)
 
@@ -38,6 +38,8 @@ def test_every_preset_has_an_oracle():
     "gla-chunked",
     "mesa-chunked",
     "omeganet-chunked",
+    "atlas-chunked",
+    "lact-chunked",
     "yaad-chunked",
     "memora-chunked",
 )
@@ -226,5 +228,5 @@ def test_matrix_models_start_from_zero_and_deep_ones_are_learned():
     for name, preset in presets.PRESETS.items():
         make = preset.make
         assert make().learned_start == (name in LEARNED)
-        assert make().algorithm.has_momentum == (name == "titans")
+        assert make().algorithm.has_momentum == (name in ("titans", "atlas", "lact"))
     assert not any(np.any(w) for w in memory.init_params(presets.gla(), jax.random.key(0), HEAD_DIM)["weights"])

@@ -34,6 +34,7 @@ from titans_jax.memory.forms.inner_gradient import (
 from titans_jax.memory.forms.lag_token import LagToken
 from titans_jax.memory.forms.omega_window import window_matrix
 from titans_jax.memory.forms.scan_chunks import BLOCKS_PER_GROUP, scan_blocks
+from titans_jax.memory.forms.steps_by_chunk import first_of_chunk, momentum_of_chunk, step_totals
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params, select_state
@@ -56,10 +57,12 @@ def memorize(
 
 
 class PreparedScan(NamedTuple):
-    """Nothing is prepared: the gates of the chunk's tokens, and whether it starts a document."""
+    """The gates of the chunk's tokens; whether it starts a document; the sum of its step sizes, for an algorithm that
+    steps by chunks."""
 
     gates: Gates
     starts_document: jax.Array | None
+    step_total: jax.Array | None
 
 
 class AssociativeScan(ChunkAlgorithm):
@@ -74,7 +77,9 @@ class AssociativeScan(ChunkAlgorithm):
         return BlockSize(self.rule.chunk_size, BLOCKS_PER_GROUP)
 
     def prepare(self, inputs: MemoryInputs) -> PreparedScan:
-        return PreparedScan(inputs.gates, None if inputs.resets is None else inputs.resets[:, 0])
+        gates = momentum_of_chunk(self.rule, inputs.gates, first_of_chunk(inputs.gates))
+        starts = None if inputs.resets is None else inputs.resets[:, 0]
+        return PreparedScan(gates, starts, step_totals(self.rule, gates))
 
     def step(
         self,
@@ -127,9 +132,10 @@ class AssociativeScan(ChunkAlgorithm):
 
         reads = jax.vmap(read_one)(carried, tokens.queries)
         is_full = None if gates.mask is None else gates.mask[-1:, None]
-        end = ChunkEnd(tuple(w[-1] for w in carried), start.anchor, reads, is_full)
+        total = None if prepared.step_total is None else start.step_total + prepared.step_total
+        end = ChunkEnd(tuple(w[-1] for w in carried), momenta, start.anchor, reads, is_full, total)
         weights, reads = close_chunk(rule, params, end, tokens.queries)
-        return ChunkResult(MemoryState(weights, momenta, start.anchor, 0), reads, surprise)
+        return ChunkResult(MemoryState(weights, momenta, start.anchor, 0, step_total=total), reads, surprise)
 
     def scan_tokens(self, start: MemoryState, gradients: Matrices, gates: Gates) -> tuple[Matrices, Matrices]:
         """Every token's carried matrices [tokens, in, out], and the last one's momentum, from every token's gradients
@@ -155,6 +161,8 @@ class AssociativeScan(ChunkAlgorithm):
                 momenta.append(step[-1])
                 if gates.mask is not None:  # at padding the momentum is carried, and not added to the weights
                     step = jnp.where(mask, step, 0)
+            if self.rule.algorithm.steps_by_chunk:
+                step = jnp.zeros_like(step)
             weights.append(linear_scan(retention, step, start.weights[i]))
         return tuple(weights), tuple(momenta)
 

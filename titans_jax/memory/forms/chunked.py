@@ -37,6 +37,7 @@ from titans_jax.memory.forms.inner_gradient import (
 from titans_jax.memory.forms.intra_chunk import ChannelIntraChunk, IntraChunk, intra_chunks
 from titans_jax.memory.forms.lag_token import LagToken
 from titans_jax.memory.forms.scan_chunks import BLOCKS_PER_GROUP, scan_blocks
+from titans_jax.memory.forms.steps_by_chunk import GatheringChunk, gathering_chunks, step_totals
 from titans_jax.memory.forms.token_weights import TokenWeights
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
@@ -75,13 +76,14 @@ class PreparedChunk:
     matrices: the coefficients of every fast matrix; for `TiledLeastSquares` those of the only one's tiles. is_full:
     bool [1, 1], whether the last slot holds a token; None: it does. starts_document: bool, whether the chunk starts
     from the initial state; None without resets. first_gate: the gates of the only token of a chunk whose gradient is
-    taken after its retention, else None.
+    taken after its retention, else None. step_total: of the chunk's tokens, for an algorithm that steps by chunks.
     """
 
-    matrices: tuple[IntraChunk | ChannelIntraChunk, ...] | Coefficients
+    matrices: tuple[IntraChunk | ChannelIntraChunk | GatheringChunk, ...] | Coefficients
     is_full: jax.Array | None = None
     starts_document: jax.Array | None = None
     first_gate: Gates | None = None
+    step_total: jax.Array | None = None
 
 
 class ChunkwiseGradient(ChunkAlgorithm):
@@ -103,10 +105,13 @@ class ChunkwiseGradient(ChunkAlgorithm):
             is_full=None if gates.mask is None else gates.mask[:, -1:, None],
             starts_document=None if resets is None else resets[:, 0],
             first_gate=jax.tree.map(lambda x: x[:, 0], gates) if self.rule.algorithm.decay_first else None,
+            step_total=step_totals(self.rule, gates),
         )
 
     def coefficients(self, gates: Gates) -> Any:
         """How gates [chunks, tokens, ...] weigh tokens, per fast matrix, leaves [chunks, ...]."""
+        if self.rule.algorithm.steps_by_chunk:
+            return gathering_chunks(self.rule, gates, self.backend)
         return intra_chunks(gates, self.backend)
 
     def step(
@@ -141,9 +146,10 @@ class ChunkwiseGradient(ChunkAlgorithm):
         reads = rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(tokens.queries))
         ends = zip(prepared.matrices, start.weights, momenta, found.inputs, found.deltas, strict=True)
         carried, momentum = zip(*(one.carry(self.backend, *parts, operand_dtype) for one, *parts in ends), strict=True)
-        end = ChunkEnd(carried, start.anchor, reads, prepared.is_full)
+        total = None if prepared.step_total is None else start.step_total + prepared.step_total
+        end = ChunkEnd(carried, momentum, start.anchor, reads, prepared.is_full, total)
         weights, reads = close_chunk(rule, params, end, tokens.queries)
-        end = MemoryState(weights, momentum if start.momentum else (), start.anchor, 0)
+        end = MemoryState(weights, momentum if start.momentum else (), start.anchor, 0, step_total=total)
         own = len(found.surprise.loss) - len(reads)  # behind the tokens of a window before the chunk
         return ChunkResult(end, reads, jax.tree.map(lambda x: x[own:], found.surprise))
 

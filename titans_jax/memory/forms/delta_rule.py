@@ -76,7 +76,7 @@ class DeltaRule(ChunkAlgorithm):
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
         plain = rule.architecture.linear and rule.retention.linear and rule.bias.constant_slope is not None
         plain = plain and (rule.chunk_size == 1 or not rule.algorithm.decay_first)
-        plain = plain and rule.algorithm.window == 1
+        plain = plain and not rule.algorithm.whole_tokens
         return plain and rule.algorithm.descends and not gates.channel_wise
 
     @property

@@ -171,11 +171,12 @@ def slopes_at(rule: MemoryRule, params: Params, carried: Matrices) -> Slopes:
 
 def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Array) -> tuple[Matrices, jax.Array]:
     """What a chunk passes on, and its reads: if its last slot holds a token, the chunk is over, and that token reads
-    what `Retention.close` makes of the carried matrices, as all do without one_slope."""
-    if rule.retention.linear:
+    what the algorithm's step and `Retention.close` make of the carried matrices, as all do without one_slope."""
+    if not changes_at_end(rule):
         return end.carried, end.reads
     over = True if end.is_full is None else end.is_full
-    closed = close(rule, params, end.carried, end.anchor)
+    stepped = chunk_step(rule, end.carried, end.momentum, end.step_total, queries.dtype)
+    closed = close(rule, params, stepped, end.anchor)
     carried = tuple(jnp.where(over, new, old) for new, old in zip(closed, end.carried, strict=True))
     if not rule.retention.one_slope:
         return carried, end.reads
@@ -185,17 +186,38 @@ def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Ar
 
 def close(rule: MemoryRule, params: Params, carried: Matrices, anchor: Matrices) -> Matrices:
     """What is carried on after a chunk, by `Retention.close`, which a linear retention does not need."""
+    if rule.retention.linear:
+        return carried
     closed = rule.retention.close(since_zero(rule, params, carried), since_zero(rule, params, anchor), params)
     if not rule.forget_to_start:
         return closed
     return tuple(c - w.astype(c.dtype) for w, c in zip(params["weights"], closed, strict=True))
 
 
+def changes_at_end(rule: MemoryRule) -> bool:
+    """Whether something happens to the carried matrices after a chunk's last token."""
+    return rule.algorithm.steps_by_chunk or not rule.retention.linear
+
+
+def chunk_step(
+    rule: MemoryRule, carried: Matrices, momentum: Matrices, step_total: jax.Array | None, operand_dtype: jnp.dtype
+) -> Matrices:
+    """The carried matrices after the step that a whole chunk takes at its end, if the algorithm has one: in the
+    direction of S, as far as its tokens step in the mean."""
+    if not rule.algorithm.steps_by_chunk:
+        return carried
+    sizes = step_total / rule.chunk_size
+    directions = (rule.algorithm.direction(step, operand_dtype) for step in momentum)
+    return tuple(c + sizes[i] * d for i, (c, d) in enumerate(zip(carried, directions, strict=True)))
+
+
 class ChunkEnd(NamedTuple):
-    """A chunk's end before it is closed: the carried matrices, its anchor, its reads [tokens, head_dim], and whether
-    its last slot holds a token, bool [1, 1] (None: it does)."""
+    """A chunk's end before it is closed: the carried matrices, their momentum, its anchor, its reads [tokens,
+    head_dim], whether its last slot holds a token, bool [1, 1] (None: it does), and `MemoryState.step_total`."""
 
     carried: Matrices
+    momentum: Matrices
     anchor: Matrices
     reads: jax.Array
     is_full: jax.Array | None
+    step_total: jax.Array | None

@@ -117,10 +117,7 @@ def intra_chunks(gates: Gates, backend: Backend) -> tuple[IntraChunk | ChannelIn
 
     A reset replaces a chunk's start state as a whole, so a chunk's weights do not see it.
     """
-    if gates.window_weight is None:
-        scalars = block_coefficients(gates, None, backend.decay_tile)
-    else:
-        scalars = window_coefficients(gates, backend.decay_tile)
+    scalars = scalar_coefficients(gates, backend.decay_tile)
     matrices = gates.step_size.shape[-1]
     made = []
     for i in range(matrices):
@@ -137,6 +134,13 @@ def intra_chunks(gates: Gates, backend: Backend) -> tuple[IntraChunk | ChannelIn
         else:
             made.append(ChannelIntraChunk(channel_coefficients(gates, i, of_outputs, backend), False))
     return tuple(made)
+
+
+def scalar_coefficients(gates: Gates, tile: int | None) -> Coefficients:
+    """Coefficients of all blocks and matrices, leaves [blocks, matrices, ...], of tokens alone or of their windows."""
+    if gates.window_weight is None:
+        return block_coefficients(gates, None, tile)
+    return window_coefficients(gates, tile)
 
 
 def intra_chunk(c: Coefficients, by_input=None, by_output=None) -> IntraChunk:

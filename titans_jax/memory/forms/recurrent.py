@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs, Tokens
 from titans_jax.memory.forms.inner_gradient import (
+    changes_at_end,
+    chunk_step,
     close,
     gradient_weights,
     inner_gradients,
@@ -19,6 +21,7 @@ from titans_jax.memory.forms.inner_gradient import (
     weights_at,
 )
 from titans_jax.memory.forms.omega_window import after, lag_weights, latest
+from titans_jax.memory.forms.steps_by_chunk import momentum_of_chunk
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, Surprise, WindowTokens, select_state
@@ -61,21 +64,29 @@ def write(
         window = latest(tokens, rule.algorithm.window - 1)
         tokens = dataclasses.replace(tokens, step_size=lag_weights(gate.window_weight)[:, None] * tokens.step_size)
     inputs, deltas, surprise = inner_gradients(rule, params, anchor, Tokens(key, tokens.keys, tokens.values, *own))
+    gate = momentum_of_chunk(rule, gate, state.position == 0)
     steps = token_steps(rule, state.momentum, inputs, deltas, gate, tokens.step_size, key.dtype)
     lagging = rule.retention.lags & (state.position == 0)
     weights = []
     for i, (before, step) in enumerate(zip(state.weights, steps, strict=True)):
         retention = token_retention(gate, i, len(steps))
-        weight = retention * before + step
+        weight = retention * before if rule.algorithm.steps_by_chunk else retention * before + step
         if rule.retention.lags:
             weight = jnp.where(lagging, rule.retention.first(before, retention, step, i, params), weight)
         weights.append(weight)
     position = state.position + 1
     closed = position == rule.chunk_size
-    if not rule.retention.linear:
-        shut = close(rule, params, tuple(weights), state.anchor)
-        weights = [jnp.where(closed, new, w) for new, w in zip(shut, weights, strict=True)]
+    total = state.step_total
+    if rule.algorithm.steps_by_chunk:
+        total = total + gate.step_size
+    if changes_at_end(rule):
+
+        def shut(weights):
+            return close(rule, params, chunk_step(rule, weights, steps, total, key.dtype), state.anchor)
+
+        weights = jax.lax.cond(closed, shut, lambda weights: weights, tuple(weights))
     anchor = tuple(jnp.where(closed | lagging, w, a) for w, a in zip(weights, state.anchor, strict=True))
     momentum = steps if rule.algorithm.has_momentum else ()
-    state = MemoryState(tuple(weights), momentum, anchor, jnp.where(closed, 0, position), window)
+    total = None if total is None else jnp.where(closed, 0, total)
+    state = MemoryState(tuple(weights), momentum, anchor, jnp.where(closed, 0, position), window, total)
     return state, jax.tree.map(lambda x: x[-1:], surprise)

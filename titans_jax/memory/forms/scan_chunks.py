@@ -40,17 +40,21 @@ def scan_blocks(
         initial = None if initial is None else dataclasses.replace(initial, window=None)
 
     def step(carry, block):
-        weights, momentum, opened = carry
+        weights, momentum, opened = carry  # opened: the anchor and `step_total` of the chunk that stays open
         index, inputs, prepared = block
         # Chunks begin where the last one ended; only a state that arrives inside a chunk brings an anchor of its own.
         anchor = (
             weights if between_chunks else jax.tree.map(functools.partial(jnp.where, index == 0), state.anchor, weights)
         )
-        start = MemoryState(weights, momentum, anchor, 0)
+        total = state.step_total
+        if total is not None:
+            total = jnp.zeros_like(total) if between_chunks else jnp.where(index == 0, total, 0)
+        start = MemoryState(weights, momentum, anchor, 0, step_total=total)
         end, reads, surprise = algorithm.step(params, start, initial, inputs.tokens(), prepared)
         mask = inputs.gates.mask
         if mask is not None:
-            opened = jax.tree.map(functools.partial(jnp.where, jnp.any(mask)), end.anchor, opened)
+            now = end.anchor, end.step_total
+            opened = jax.tree.map(functools.partial(jnp.where, jnp.any(mask)), now, opened)
             surprise = jax.tree.map(lambda x: jnp.where(mask, x, 0), surprise)
         return (end.weights, end.momentum, opened), (reads, surprise)
 
@@ -58,10 +62,16 @@ def scan_blocks(
         index, inputs = group
         return jax.lax.scan(rematerialised(step), carry, (index, inputs, algorithm.prepare(inputs)))
 
-    carry = (state.weights, state.momentum, None if layout.last is None else state.anchor)
+    carry = (state.weights, state.momentum, None if layout.last is None else (state.anchor, state.step_total))
     carry, (reads, surprise) = scan_groups(scan, size, carry, layout.inputs)
     surprise = jax.tree.map(layout.unplace, surprise)
-    after = dataclasses.replace(final_state(chunk_size, layout, state, *carry), window=window)
+    weights, momentum, opened = carry
+    anchor, total = (None, None) if opened is None else opened
+    after = final_state(chunk_size, layout, state, weights, momentum, anchor)
+    if state.step_total is not None:
+        closed = jnp.zeros_like(state.step_total)
+        total = closed if opened is None else jnp.where(after.position == 0, closed, total)
+    after = dataclasses.replace(after, window=window, step_total=total)
     return MemoryOutputs(layout.reads(reads), after, surprise)
 
 

@@ -78,5 +78,6 @@ class TokenWeights(ChunkAlgorithm):
         each = (tokens.queries, (found.inputs, found.deltas), gates)
         end, reads = jax.lax.scan(jax.checkpoint(token, prevent_cse=False), start, each)
         is_full = None if gates.mask is None else gates.mask[-1:, None]
-        weights, reads = close_chunk(rule, params, ChunkEnd(end.weights, start.anchor, reads, is_full), tokens.queries)
+        chunk = ChunkEnd(end.weights, end.momentum, start.anchor, reads, is_full, None)
+        weights, reads = close_chunk(rule, params, chunk, tokens.queries)
         return ChunkResult(MemoryState(weights, end.momentum, start.anchor, 0), reads, found.surprise)

@@ -29,8 +29,8 @@ from titans_jax.ops.platform import LANES, SUBLANES
 
 class KernelChunkwiseGradient(KernelAlgorithm):
     """Rules with an architecture, a retention and an algorithm that a kernel has the operations for, one slope for all
-    reads of a chunk; channels apart only without momentum, no window of tokens and none that decays first; a chunk of
-    one token, or that fills a register's rows."""
+    reads of a chunk; channels apart only without momentum, no window of tokens, no steps of whole chunks and none that
+    decays first; a chunk of one token, or that fills a register's rows."""
 
     algorithm = ChunkwiseGradient
 
@@ -41,7 +41,7 @@ class KernelChunkwiseGradient(KernelAlgorithm):
         parts = (rule.architecture, rule.retention, rule.algorithm)
         has = all(PALLAS.missing.isdisjoint(part.operations) for part in parts)
         fills = rule.chunk_size == 1 or rule.chunk_size >= SUBLANES
-        single = rule.algorithm.window == 1 and not rule.algorithm.decay_first
+        single = not rule.algorithm.whole_tokens and not rule.algorithm.decay_first
         return fills and separates and has and rule.retention.one_slope and single
 
     @property

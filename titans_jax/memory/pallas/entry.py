@@ -45,8 +45,8 @@ def memorize(
         raise ValueError(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates and "
             f"chunk_size {rule.chunk_size}: no retention of channels with momentum, of value channels before the "
-            "error, with a lag token or an arctan or weights of every token's own, no least squares, no window, and no "
-            "chunk of 2 to 7 tokens; use form='chunked'."
+            "error, with a lag token or an arctan or weights of every token's own, no least squares, no window, no "
+            "step of a whole chunk, and no chunk of 2 to 7 tokens; use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, algorithm.block_tokens, state, inputs)

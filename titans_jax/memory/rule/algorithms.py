@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from titans_jax.memory.rule.architectures import Apply, Architecture, Params, Shapes
 from titans_jax.memory.rule.biases import AttentionalBias
 from titans_jax.memory.rule.capabilities import forget
+from titans_jax.ops.newton_schulz import COEFFICIENTS, newton_schulz
 
 Split = Callable[[int], tuple[Apply, ...]]
 """n -> n functions that apply fast matrix i, each with its share of the outputs."""
@@ -37,7 +38,9 @@ class Algorithm:
 
     has_momentum: S is carried. steps: inner steps (key-value pairs) per token. window: tokens whose gradients a step
     sums, its own and those before it, weighed by `Gates.window_weight`. decay_first: the gradient is taken at the
-    memory that retention has already acted on (Gated DeltaNet), not before it (Titans).
+    memory that retention has already acted on (Gated DeltaNet), not before it (Titans). steps_by_chunk: a token's
+    gradient only goes into S; the memory moves once a chunk, at its end, by the mean step size of the chunk's tokens
+    times `direction(S)`. momentum_by_chunk: eta acts once a chunk too, that of its first token.
     linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay.
     descends: the step is the gradient of the bias at the architecture's own read, which is what a query reads; the
     closed forms need it. keeps_statistics: the fast weights are sums over tokens that do not depend on the memory, so
@@ -52,6 +55,8 @@ class Algorithm:
     steps = 1
     window = 1
     decay_first = False
+    steps_by_chunk = False
+    momentum_by_chunk = False
     linear_only = False
     descends = True
     keeps_statistics = False
@@ -65,6 +70,16 @@ class Algorithm:
     def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
         """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim]."""
         return step_size
+
+    @property
+    def whole_tokens(self) -> bool:
+        """Whether it weighs tokens as a whole, so that no gate may differ between channels."""
+        return self.window > 1 or self.steps_by_chunk
+
+    def direction(self, step: jax.Array, operand_dtype: jnp.dtype) -> jax.Array:
+        """Where a step S [in, out] leads: the change of a fast matrix, of S itself but for rules that step by chunks,
+        whose change is this times a step size."""
+        return step
 
     def shapes(self, architecture: Architecture, head_dim: int) -> Shapes:
         """[in, out] of every fast matrix."""
@@ -130,8 +145,37 @@ class Omega(Algorithm):
     has_momentum: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or self.window < 1:
-            raise ValueError(f"window is {self.window!r}: it must be an integer of 1 or more, for example 16.")
+        check_window(self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon(Algorithm):
+    """S_t = eta_t S_{t-1} - sum_{j < window} gamma_t[j] theta_{t-j} u_{t-j} as in `Omega`, and at a chunk's end
+    W_C = beta_C W_0 + thetabar NS(S_C), NS(S) the orthogonal matrix near S by Newton-Schulz, thetabar the mean of the
+    chunk's theta, beta_C the product of its retentions (ATLAS, arXiv 2505.23735; memory/README.md, Steps of whole
+    chunks). Tokens before the chunk's last read beta_t W_0. With chunk_size 1 it is the paper's rule at every token.
+
+    coefficients: of the polynomial, a name of `ops.newton_schulz.COEFFICIENTS`. momentum_by_chunk: eta of the chunk's
+    first token takes the place of all (LaCT, arXiv 2505.23884, whose S is a plain sum over the chunk).
+
+    Raises ValueError for a window that is no integer of 1 or more, or unknown coefficients.
+    """
+
+    window: int = 1
+    coefficients: Literal["muon", "lact"] = "muon"
+    momentum_by_chunk: bool = False
+    has_momentum = True
+    steps_by_chunk = True
+
+    def __post_init__(self) -> None:
+        check_window(self.window)
+        if self.coefficients not in COEFFICIENTS:
+            raise ValueError(
+                f"coefficients is {self.coefficients!r}: it must be {' or '.join(map(repr, COEFFICIENTS))}."
+            )
+
+    def direction(self, step: jax.Array, operand_dtype: jnp.dtype) -> jax.Array:
+        return newton_schulz(step, operand_dtype, self.coefficients)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,5 +297,10 @@ def conjugate_gradients(matvec: Callable[[jax.Array], jax.Array], right: jax.Arr
     return jax.lax.scan(step, start, length=iterations)[0][0]
 
 
-gradient_descent, momentum, omega, implicit, least_squares = GradientDescent, Momentum, Omega, Implicit, LeastSquares
-delta_gradient_descent = DeltaGradientDescent
+def check_window(window: int) -> None:
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"window is {window!r}: it must be an integer of 1 or more, for example 16.")
+
+
+gradient_descent, momentum, omega, muon = GradientDescent, Momentum, Omega, Muon
+delta_gradient_descent, implicit, least_squares = DeltaGradientDescent, Implicit, LeastSquares

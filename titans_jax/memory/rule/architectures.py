@@ -147,11 +147,9 @@ class ResidualMlp(Mlp):
     def start_variance(self, head_dim: int) -> float:
         """What a matrix gives is normal, with the mean square of what it is given as its variance."""
         variance = self.input_square(head_dim)
-        nodes, weights = np.polynomial.hermite_e.hermegauss(64)
+        gelu = lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
         for _ in range(self.depth - 1):
-            x = math.sqrt(variance) * nodes
-            hidden = x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-            variance = float(np.sum(weights * hidden**2) / np.sum(weights))
+            variance = normal_square(gelu, variance)
         return variance * (1 - 1 / head_dim)
 
     def input_square(self, head_dim: int) -> float:
@@ -229,6 +227,32 @@ class GatedMlp(Architecture):
         return linear(2, jax.nn.silu(linear(0, x)) * linear(1, x))
 
 
+@register_architecture()
+@dataclasses.dataclass(frozen=True)
+class ResidualGatedMlp(GatedMlp):
+    """M(x) = x + LN((silu(x W_0) * (x W_1)) W_2): the gated memory of Atlas++ (arXiv 2505.23735), with the norm of the
+    other memories here."""
+
+    normalized = True
+
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
+        return x + layer_norm(super().read(linear, params, x), params["norm_scale"])
+
+    def slow(self, head_dim: int) -> Params:
+        return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
+
+    def start_variance(self, head_dim: int) -> float:
+        """That of the two matrices in front, independent of each other, and of the one behind."""
+        silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
+        return normal_square(silu, 1 / head_dim) / head_dim * (1 - 1 / head_dim)
+
+
+def normal_square(function: Callable[[np.ndarray], np.ndarray], variance: float) -> float:
+    """The mean of function(x)^2 over normal x of mean 0."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(64)
+    return float(np.sum(weights * function(math.sqrt(variance) * nodes) ** 2) / np.sum(weights))
+
+
 def rising(x: float, n: int) -> float:
     """x (x + 1) .. (x + n - 1)."""
     return math.prod(x + i for i in range(n))
@@ -289,5 +313,5 @@ def centred(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, jnp.mean(jnp.square(x), axis=-1, keepdims=True)
 
 
-linear, mlp, residual_mlp, polynomial_mlp, gated_mlp = Linear, Mlp, ResidualMlp, PolynomialMlp, GatedMlp
-skip_mlp = SkipMlp
+linear, mlp, skip_mlp, residual_mlp, polynomial_mlp = Linear, Mlp, SkipMlp, ResidualMlp, PolynomialMlp
+gated_mlp, residual_gated_mlp = GatedMlp, ResidualGatedMlp

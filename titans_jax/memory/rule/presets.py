@@ -236,9 +236,10 @@ def deep(
 
 
 def state_floats(rule: MemoryRule, head_dim: int) -> int:
-    """Numbers one head carries from token to token at a chunk's end: the carried matrices and their momentum, and the
-    keys, values and step sizes of a window."""
+    """Numbers one head carries from token to token at a chunk's end: the carried matrices and their momentum, the keys,
+    values and step sizes of a window, and the sums of step sizes of an algorithm that steps by chunks."""
     shapes = rule.shapes(head_dim)
     matrices = sum(rows * columns for rows, columns in shapes)
     window = (rule.algorithm.window - 1) * (2 * head_dim + len(shapes))
-    return matrices * (2 if rule.algorithm.has_momentum else 1) + window
+    totals = len(shapes) if rule.algorithm.steps_by_chunk else 0
+    return matrices * (2 if rule.algorithm.has_momentum else 1) + window + totals

@@ -47,8 +47,8 @@ class Retention:
     formed, which is exact and takes elementwise work of a matrix per token (`forms.token_weights`).
     positive: the weights cannot be negative, so the memory must be one that does not need it. lags: a chunk's first
     token takes a step of its own, `first`, after which its anchor is (see `forms.lag_token`).
-    operations: operations of it that not every backend has ("arctan", "lag_token"). In a TPU kernel, numbers of a whole
-    matrix must be rows, as `norm` makes them.
+    operations: operations of it that not every backend has ("arctan", "lag_token", "start_weights"). In a TPU kernel,
+    numbers of a whole matrix must be rows, as `norm` makes them.
 
     A subclass that overrides `weights`, `slope`, `close` or `first` has linear, homogeneous and one_slope only if it
     says so.
@@ -141,6 +141,26 @@ class ElasticNet(Threshold):
 
     def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
         return self.shrink(carried)
+
+
+@register_retention()
+@dataclasses.dataclass(frozen=True)
+class WeightNorm(Retention):
+    """At a chunk's end every unit's incoming weights, a column of W [in, out], get the norm back that they had in the
+    learned start (LaCT, arXiv 2505.23884: L2 normalisation along the inputs, in place of weight decay); inside a chunk
+    W is linear."""
+
+    homogeneous = True
+    one_slope = True
+    operations: ClassVar = frozenset({"start_weights"})
+
+    def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
+        return tuple(w * self.scale(w, start) for w, start in zip(carried, params["weights"], strict=True))
+
+    def scale(self, weights: jax.Array, start: jax.Array) -> jax.Array:
+        """What takes the columns' norms to those of the start, [1, out]; columns of 0 are finite."""
+        before, now = (jnp.sum(jnp.square(w), axis=0, keepdims=True) for w in (start.astype(weights.dtype), weights))
+        return jnp.sqrt((before + 1e-30) / (now + 1e-30))
 
 
 @register_retention()
@@ -419,5 +439,6 @@ def check_size(size: float | None) -> None:
 
 
 decay, elastic_net, ftrl_elastic_net, norm_power, lq = Decay, ElasticNet, FtrlElasticNet, NormPower, Lq
+weight_norm = WeightNorm
 kullback_leibler, lagged_kullback_leibler = KullbackLeibler, LaggedKullbackLeibler
 f_divergence, bregman_logit = FDivergence, BregmanLogit

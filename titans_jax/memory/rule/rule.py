@@ -80,13 +80,19 @@ class MemoryRule:
                 f"window is {window}: it needs a bias without a gate of its own and a retention whose reads have one "
                 f"slope, unlike {self.bias} with {self.retention}; use a window of 1, or l2() and decay()."
             )
+        if self.algorithm.steps_by_chunk and (not self.retention.one_slope or self.retention.lags):
+            raise ValueError(
+                f"algorithm is {self.algorithm}: a memory that moves once a chunk needs a retention whose reads have "
+                f"one slope, unlike {self.retention}; use decay()."
+            )
 
     @property
     def exact(self) -> bool:
         """Whether the parallel forms give the token-by-token rule: its gradients do not depend on where they are taken,
         or every token is a chunk of its own."""
         hebbian = self.architecture.linear and self.bias.constant_slope == 0 and self.algorithm.descends
-        return self.chunk_size == 1 or self.algorithm.keeps_statistics or (hebbian and self.retention.linear)
+        hebbian = hebbian and self.retention.linear and not self.algorithm.steps_by_chunk
+        return self.chunk_size == 1 or self.algorithm.keeps_statistics or hebbian
 
     def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """[in, out] of every fast matrix."""

@@ -1,0 +1,65 @@
+"""Rules whose memory moves once a chunk (`Algorithm.steps_by_chunk`): inside it, tokens only forget, and gradients go
+into the momentum S (memory/README.md, Steps of whole chunks).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.forms.intra_chunk import scalar_coefficients
+from titans_jax.memory.gates import Gates
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.ops.backend import Backend
+from titans_jax.ops.matmul import matmul
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatheringChunk:
+    """What `IntraChunk` is for other rules: beta [tokens, 1]; of the last token p [1, 1] and N [1, tokens], the columns
+    of a window's tokens before the chunk first (see `Coefficients`)."""
+
+    beta: jax.Array
+    p: jax.Array
+    N: jax.Array
+
+    def read(self, x, start, momentum, inner, deltas, operand_dtype):
+        """x_t times the matrix after token t, [tokens, out]: what is left of that of the chunk's start."""
+        return self.beta * matmul(x, start, operand_dtype)
+
+    def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
+        """The matrix after the last token, before its chunk's step, and S."""
+        (pushed,) = backend.weighted_outer_products([self.N], inner, deltas, operand_dtype)
+        return self.beta[-1:] * start, self.p * momentum + pushed
+
+
+def gathering_chunks(rule: MemoryRule, gates: Gates, backend: Backend) -> tuple[GatheringChunk, ...]:
+    """One per fast matrix, leaves [chunks, ...], from gates [chunks, tokens, ...] (see `intra_chunks`)."""
+    gates = momentum_of_chunk(rule, gates, first_of_chunk(gates))
+    c = scalar_coefficients(gates, backend.decay_tile)
+    return tuple(GatheringChunk(c.beta[:, i], c.p[:, i, -1:], c.N[:, i]) for i in range(c.beta.shape[1]))
+
+
+def first_of_chunk(gates: Gates) -> jax.Array:
+    """Which slot of chunks [chunks, tokens, ...] is the first, bool [1, tokens, 1]."""
+    return (jnp.arange(gates.log_retention.shape[1], dtype=jnp.int32) == 0)[None, :, None]
+
+
+def momentum_of_chunk(rule: MemoryRule, gates: Gates, first: jax.Array) -> Gates:
+    """Gates whose momentum acts once a chunk, at its first token, where the algorithm asks for that; `first` says which
+    tokens these are."""
+    if not rule.algorithm.momentum_by_chunk:
+        return gates
+    return dataclasses.replace(gates, log_momentum=jnp.where(first, gates.log_momentum, 0))
+
+
+def step_totals(rule: MemoryRule, gates: Gates) -> jax.Array | None:
+    """Sums of the step sizes of chunks' own tokens, [chunks, matrices], of gates [chunks, tokens, ...]; None for a rule
+    that steps at every token."""
+    if not rule.algorithm.steps_by_chunk:
+        return None
+    own = gates.step_size[:, gates.step_size.shape[1] - gates.log_retention.shape[1] :]  # behind those of a window
+    return jnp.sum(own if gates.mask is None else jnp.where(gates.mask[..., None], own, 0), axis=1)

@@ -1,0 +1,60 @@
+"""Newton-Schulz: the orthogonal matrix nearest to a matrix, by a few products (Muon).
+
+    X_0 = S / ||S||_F ,   X <- a X + (b A + c A^2) X ,   A = X X^T
+
+An odd polynomial of S: it keeps the singular vectors and takes every singular value towards 1, so that only directions
+are left of a step. Coefficients are those of public code; they were chosen to raise small singular values fast, and end
+near 1, not at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.ops.matmul import inner_products, matmul
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
+
+COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
+    "muon": ((3.4445, -4.7750, 2.0315),) * 5,
+    "lact": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+"""(a, b, c) of every step, by name: Muon's (its public code; ATLAS, arXiv 2505.23735, names no others), which leave
+singular values of 0.68 to 1.14 where the input's are at least 0.01 of its norm; and those of LaCT's code (arXiv
+2505.23884), 0.97 to 1.04 from 0.01 on (measured, and tested)."""
+EPSILON = 1e-7
+"""Beside the norm, so that a matrix of zeros stays one and has a finite gradient."""
+
+
+def newton_schulz(
+    matrix: Float[Array, "*leading rows columns"], operand_dtype: jnp.dtype, coefficients: str = "muon"
+) -> Float[Array, "*leading rows columns"]:
+    """The matrix with its singular values near 1, tall or wide, in its own dtype; products as of `ops.matmul`.
+
+    coefficients: a name of `COEFFICIENTS`. Differentiable, through its steps.
+    """
+    if matrix.ndim > 2:
+        return jax.vmap(lambda one: newton_schulz(one, operand_dtype, coefficients))(matrix)
+    rows, columns = matrix.shape
+    x = matrix if rows <= columns else matrix.T
+    x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x)) + EPSILON**2)
+
+    def step(x, numbers):
+        a, b, c = numbers
+        gram = inner_products(x, x, operand_dtype)
+        return a * x + matmul(b * gram + c * matmul(gram, gram, operand_dtype), x, operand_dtype), None
+
+    # As a loop: unrolled, it takes five times as long to compile, in every program of a memory.
+    x, _ = jax.lax.scan(step, x, jnp.array(COEFFICIENTS[coefficients], matrix.dtype))
+    return x if rows <= columns else x.T
