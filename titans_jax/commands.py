@@ -271,7 +271,8 @@ def models(arguments: list[str]) -> None:
         f"channels. Forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}; what auto is on "
         f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}. Any of them can "
         "be read together with what it was at the ends of earlier segments (model.memory.caching): "
-        f"{', '.join(AGGREGATIONS)}."
+        f"{', '.join(AGGREGATIONS)}. Any that has chunks can be the global memory of a hierarchy, with "
+        "local ones beside it that restart every shard (TNT; model.memory.local_chunks)."
     )
 
 
@@ -324,11 +325,11 @@ def configs(arguments: list[str]) -> None:
     Console().print(table)
 
 
-BENCHMARKS = ("memory", "train", "gradients", "schedule")
+BENCHMARKS = ("memory", "train", "gradients", "hierarchy", "schedule")
 
 
 def bench(arguments: list[str]) -> None:
-    """titans bench memory | train | gradients | schedule [...]"""
+    """titans bench memory | train | gradients | hierarchy | schedule [...]"""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
         print(f"usage: titans bench {' | '.join(BENCHMARKS)} [...]\n\ntitans bench NAME --help lists fields.")

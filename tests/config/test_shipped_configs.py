@@ -53,6 +53,7 @@ def test_all_are_there():
     lact = {f"lact_{size}" for size in LACT}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
     others = {"quickstart", "gated_deltanet_h2_small", "hope_attention_small", "memory_caching_small"}
+    others |= {"tnt_small", "tnt_150m"}
     assert set(CONFIGS) == titans | miras | atlas | hope | lact | baselines | rest | others
     assert (len(titans), len(miras), len(rest)) == (25, 24, 16 + len(AFTER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
@@ -86,7 +87,7 @@ def test_models_of_a_size_have_as_many_parameters(size):
     assert counts == pytest.approx([named] * len(counts), rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "hope", "baselines", "later", "lact"])
+@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "tnt", "hope", "baselines", "later", "lact"])
 def test_the_table_of_sizes_in_a_docstring_is_true(family):
     """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""
     docstring = ast.get_docstring(ast.parse(TEXTS[family]))

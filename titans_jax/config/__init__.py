@@ -1,7 +1,15 @@
 """The configuration of one experiment: its fields, what is refused, the command line, and the papers' settings."""
 
 from titans_jax.config.extensions import import_extensions, import_file
-from titans_jax.config.rules import cache_aggregation, gate_choices, memory_rule, read_call, registered, step_size_bound
+from titans_jax.config.rules import (
+    cache_aggregation,
+    gate_choices,
+    local_memories,
+    memory_rule,
+    read_call,
+    registered,
+    step_size_bound,
+)
 from titans_jax.config.schema import (
     Config,
     ConfigError,
@@ -33,6 +41,7 @@ __all__ = [
     "ProfileConfig",
     "TrainingConfig",
     "cache_aggregation",
+    "local_memories",
     "did_you_mean",
     "from_dict",
     "from_saved",

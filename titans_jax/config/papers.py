@@ -1,4 +1,4 @@
-"""The settings of the experiments of the Titans, Miras, ATLAS and Nested Learning papers, which configs/ names."""
+"""The settings of the experiments of the Titans, Miras and later papers, which configs/ has in a file for each."""
 
 import math
 from dataclasses import dataclass, replace
@@ -87,6 +87,24 @@ def lact(size: str) -> Config:
     data = replace(config.data, sequence_length=2 * LENGTH, batch_size=rows)
     training = replace(config.training, gradient_accumulation=rows // chips)  # one row at a time on a chip
     return replace(config, model=model, data=data, training=training)
+
+
+def tnt(*local_chunks: int) -> Config:
+    """An experiment of the TNT paper (arXiv 2511.07343, by secondary notes): 150M parameters, 10 billion tokens.
+
+    Global chunks and shards of 2,048 tokens, AdamW at 1e-3. Not stated: depth, width and heads, here those of Titans'
+    170m with a narrower feed-forward; the rows, here of 8,192 tokens; momentum and forgetting, which its equations
+    leave out and it allows, here as in Titans. Documents are read one after the other: packed ones start with a shard.
+    """
+    memory, length, tokens = MemoryConfig(local_chunks=local_chunks, shard=2048), 2 * LENGTH, ROWS * LENGTH
+    config = experiment("170m", ("lmm",), memory, num_persistent=0)
+    return replace(
+        config,
+        model=replace(config.model, hidden_dim=2048, memory=replace(config.model.memory, chunk_size=2048)),
+        data=replace(config.data, sequence_length=length, batch_size=tokens // length, packing="stream"),
+        optimizer=replace(config.optimizer, learning_rate=1e-3),
+        training=replace(config.training, steps=round(10e9 / tokens)),
+    )
 
 
 def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:

@@ -43,14 +43,14 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     Raises:
       ConfigError: there is no such preset, or its gates cannot be changed as the other fields say.
     """
-    from titans_jax.memory.rule.gate_choices import OPEN_BIAS
+    from titans_jax.memory.rule.gate_choices import FORGET_BIAS, OPEN_BIAS
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
     to_start = rule.forget_to_start
     if config.forget_bias is not None:
         changed["forget_bias"] = config.forget_bias
-    elif to_start:
-        changed["forget_bias"] = OPEN_BIAS
+    elif to_start:  # what a stale memory forgets at once, nobody has read
+        changed["forget_bias"] = FORGET_BIAS if rule.stale else OPEN_BIAS
     if gates.rotated_keys and config.forget == "never":
         raise ConfigError(f"model.memory.forget is never; {config.preset} forgets by what turns its keys: use auto")
     keeps = (gates.retention, gates.key, gates.value) == ("keep", None, None)
@@ -99,13 +99,46 @@ def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
         raise ConfigError(f"model.memory.caching is {config.caching!r}; {str(error).rstrip('.')}") from error
 
 
+def local_memories(config: MemoryConfig) -> tuple[MemoryConfig, ...]:
+    """The memory of every one of `local_chunks`.
+
+    Raises:
+      ConfigError: shards are no whole chunks, or the memory has none or is kept.
+    """
+    chunks, shard, chunk_size = config.local_chunks, config.shard, config.chunk_size
+    if not chunks:
+        return ()
+    if config.caching is not None:
+        raise ConfigError(
+            f"model.memory.local_chunks is {chunks}, and model.memory.caching {config.caching!r}; use one of them, as "
+            "local memories are not kept"
+        )
+    for chunk in chunks:
+        if chunk < 1 or shard % chunk:
+            raise ConfigError(
+                f"model.memory.local_chunks is {chunks}; use chunks of 1 or more tokens that divide model.memory.shard "
+                f"{shard}, which {chunk} does not"
+            )
+    if max(shard, chunk_size) % min(shard, chunk_size):
+        raise ConfigError(
+            f"model.memory.shard is {shard}; use a multiple or a divisor of model.memory.chunk_size {chunk_size}, such "
+            f"as {chunk_size}"
+        )
+    return tuple(dataclasses.replace(config, local_chunks=(), chunk_size=chunk) for chunk in chunks)
+
+
 def step_size_bound(model: ModelConfig) -> float:
-    """The largest step size of a memory whose gate is bounded, as its gradients are multiplied by."""
+    """The largest step size of a memory whose gate is bounded, as its gradients are multiplied by.
+
+    A memory that is read as it was at its chunk's start takes all steps of a chunk from there, and its chunk is long:
+    keys that point everywhere alike are head_dim directions, each of which so many of them share.
+    """
     from titans_jax.memory.step_unit import error_removed
 
-    memory = model.memory
-    unit = model.head_dim if memory.step_unit == "head_dim" else error_removed(memory_rule(memory), model.head_dim)
-    return memory.max_step_size / unit
+    memory, rule = model.memory, memory_rule(model.memory)
+    unit = model.head_dim if memory.step_unit == "head_dim" else error_removed(rule, model.head_dim)
+    together = max(1, rule.chunk_size / model.head_dim) if rule.stale else 1
+    return memory.max_step_size / unit / together
 
 
 def _memory_rule(config: MemoryConfig) -> "MemoryRule":
@@ -143,7 +176,25 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     # Linear recurrent models start from zero, and a lag token is defined by the weights themselves.
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags
     bound_slope = config.bound_slope and rule.architecture.slope_known
-    return dataclasses.replace(rule, forget_to_start=to_start, bound_slope=bound_slope)
+    rule = dataclasses.replace(rule, forget_to_start=to_start, bound_slope=bound_slope)
+    return _stale(config, rule) if config.local_chunks else rule
+
+
+def _stale(config: MemoryConfig, rule: "MemoryRule") -> "MemoryRule":
+    """The rule that is read as it was at its chunk's start.
+
+    Raises:
+      ConfigError: it has no chunks, or cannot be stale.
+    """
+    why = f"{config.preset} has no chunks" if rule.chunk_size != config.chunk_size else None
+    try:
+        if why is None:
+            return dataclasses.replace(rule, stale=True)
+    except ValueError:
+        why = f"{config.preset} takes no gradients of single tokens at a chunk's start"
+    raise ConfigError(
+        f"model.memory.local_chunks is {config.local_chunks}; use (), as {why}, or a preset such as titans or ttt_mlp"
+    )
 
 
 def _make(make: Callable[..., Any], config: MemoryConfig, said: Mapping[str, Any] | None = None) -> Any:

@@ -97,6 +97,13 @@ class MemoryConfig:
     continuum_order: Literal["sequential", "independent"] = "sequential"
     """A level of a continuum memory reads the one before it, or all read its input and their answers are summed with
     learned weights."""
+    local_chunks: tuple[int, ...] = ()
+    """TNT: the chunks of local memories, one memory each, which begin anew every `shard` tokens, all shards of a row at
+    once. The memory of `chunk_size`, then a long one such as 2048, is read as it was at its chunk's start. () has none.
+    For lmm, mag and mal."""
+    shard: int = 2048
+    """Tokens of a shard of `local_chunks`, a multiple of each; of it and `chunk_size` one divides the other, and packed
+    documents start at multiples of both."""
     activation: bool = True
     """SiLU on queries, keys and values after their convolution (Titans v1; the later text is silent)."""
 

@@ -21,6 +21,7 @@ from titans_jax.config import (
     gate_choices,
     import_extensions,
     leaves,
+    local_memories,
     memory_rule,
 )
 
@@ -92,7 +93,7 @@ def describe(hint: Any) -> str:
 _AT_LEAST_ONE = (
     "model.dim model.depth model.num_heads model.head_dim model.vocab_size model.segment model.window model.conv_size "
     "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps model.memory.gate_rank "
-    "model.memory.cache_segment "
+    "model.memory.cache_segment model.memory.shard "
     "data.sequence_length data.batch_size "
     "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
     "training.evaluation_batches training.evaluate_samples training.evaluate_length training.diagnostics_every "
@@ -156,6 +157,7 @@ def _validate_model(model: ModelConfig) -> None:
         )
     cache_aggregation(model.memory)
     _validate_continuum(model.memory.continuum_chunks)
+    local_memories(model.memory)
 
 
 def _validate_continuum(chunks: tuple[int, ...]) -> None:

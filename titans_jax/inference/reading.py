@@ -40,6 +40,8 @@ LATER = {
     "cache_restart": False,
     "continuum_chunks": (16, 64, 256),
     "continuum_order": "sequential",
+    "local_chunks": (),
+    "shard": 2048,
 }
 """Fields of the memory's configuration that came after the first memory files, and the values with which a model is
 what it was without them: so a file of before is still one of the same model."""

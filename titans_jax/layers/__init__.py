@@ -1,11 +1,13 @@
 """Layers (Flax NNX) between the memory core and the models. State goes in and comes out; no layer hides any."""
 
 from titans_jax.layers.attention import Attention
-from titans_jax.layers.cached_memory import CachedMemory, memory_layer
+from titans_jax.layers.cached_memory import CachedMemory
 from titans_jax.layers.continuum_memory import ContinuumMemory
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
+from titans_jax.layers.hierarchical_memory import HierarchicalMemory
+from titans_jax.layers.memory_layer import memory_layer
 from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
@@ -18,6 +20,7 @@ __all__ = [
     "ContinuumMemory",
     "FeedForward",
     "GatedMerge",
+    "HierarchicalMemory",
     "NeuralMemory",
     "PersistentTokens",
     "RMSNorm",

@@ -416,8 +416,3 @@ class CachedMemory(NeuralMemory):
     def _as_read(self, weights: Matrices) -> Matrices:
         """The fast weights [b, h, in, out] that a segment starting with the carried ones would read."""
         return weights_read(self.rule, self.params(), weights)
-
-
-def memory_layer(config: ModelConfig, *, rngs: nnx.Rngs) -> NeuralMemory:
-    """The memory layer of a configuration: a `CachedMemory` where it asks for caching, else a `NeuralMemory`."""
-    return (NeuralMemory if config.memory.caching is None else CachedMemory)(config, rngs=rngs)

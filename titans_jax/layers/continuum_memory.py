@@ -27,8 +27,8 @@ from titans_jax import memory
 from titans_jax.config import ModelConfig
 from titans_jax.layers.document_layout import Documents, aligned
 from titans_jax.layers.feed_forward import hidden_width
+from titans_jax.layers.head_reads import MemoryLayer
 from titans_jax.layers.memory_gates import head_logits
-from titans_jax.layers.memory_layer import MemoryLayer
 from titans_jax.layers.neural_memory import broadcast
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import INIT_STDDEV, compute_dtype, param_dtype, projection

@@ -24,8 +24,8 @@ from titans_jax import memory
 from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import MemoryGates
-from titans_jax.layers.memory_layer import HeadReads
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
@@ -95,10 +95,12 @@ class NeuralMemory(HeadReads):
 
     One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings).
 
-    caches: whether what the memory was is kept and read too, which `CachedMemory` does.
+    caches: whether what the memory was is kept and read too, which `CachedMemory` does. hierarchical: whether there are
+    local memories too, which `HierarchicalMemory` has.
     """
 
     caches = False
+    hierarchical = False
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         if config.memory.caching is not None and not self.caches:
@@ -106,17 +108,26 @@ class NeuralMemory(HeadReads):
                 f"model.memory.caching is {config.memory.caching!r}, and a NeuralMemory keeps nothing; use None, or "
                 "the layer that `layers.memory_layer` makes"
             )
-        self.rule, self.form = memory_rule(config.memory), config.memory.form
-        self.rematerialised = config.remat != "none"
-        self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
+        if config.memory.local_chunks and not self.hierarchical:
+            raise ConfigError(
+                f"model.memory.local_chunks is {config.memory.local_chunks}, and a NeuralMemory has no local memories; "
+                "use (), or the layer that `layers.memory_layer` makes"
+            )
         self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
         choices = gate_choices(config.memory)
-        copies = choices.projected_steps(self.rule)
+        copies = choices.projected_steps(memory_rule(config.memory))
         projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
         gate = choices.complement_keys  # what a key's channel forgets decides both
         self.key = projected(unit_norm=not gate, logits=gate)
         self.value = projected(unit_norm=False)
+        self._make_memories(config, rngs=rngs)
+        self.make_output(config, rngs=rngs)
 
+    def _make_memories(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        """The memories of all heads, without what is in front of and behind them."""
+        self.rule, self.form = memory_rule(config.memory), config.memory.form
+        self.rematerialised = config.remat != "none"
+        self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
         keys = jax.random.split(rngs.params(), config.num_heads)
         start = jax.vmap(lambda key: memory.init_params(self.rule, key, config.head_dim))(keys)
 
@@ -128,13 +139,14 @@ class NeuralMemory(HeadReads):
         self.start_weights = nnx.List([parameter(weight) for weight in weights] if self.rule.learned_start else [])
         self.slow = nnx.Dict({name: parameter(value) for name, value in start.items()})
 
+        choices = gate_choices(config.memory)
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
         shared = config.memory.share_steps and config.memory.step_unit == "error" and choices.bounded
-        shared = shared and not self.rule.algorithm.steps_by_chunk  # near keys are one direction, taken once
+        # The orthogonal step of a chunk takes near keys, which are one direction, once; a stale chunk is too long.
+        shared = shared and not self.rule.algorithm.steps_by_chunk and not self.rule.stale
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
         self.rotation = Rotation(config, rngs=rngs) if choices.rotated_keys else None
-        self.make_output(config, rngs=rngs)
 
     def __call__(
         self,
@@ -302,9 +314,12 @@ class NeuralMemory(HeadReads):
         return {"weights": tuple(jnp.zeros((self.num_heads, *shape), dtype) for shape in shapes), **slow}
 
     def _memorize(
-        self, state: memory.MemoryState, inputs: HeadInputs, start: memory.MemoryState | None
+        self, state: memory.MemoryState, inputs: HeadInputs, start: memory.MemoryState | None, read_on: bool = False
     ) -> tuple[jax.Array, memory.MemoryState, memory.Surprise]:
-        """`memory.memorize` for a batch of heads. Position is shared by all of them, so it is not mapped over."""
+        """`memory.memorize` for a batch of heads. Position is shared by all of them, so it is not mapped over.
+
+        read_on: whether the state after resets is read on from, as it always is where there are none.
+        """
         batch, time = inputs.queries.shape[:2]
         position = state.position
         form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, inputs.gates)
@@ -319,7 +334,7 @@ class NeuralMemory(HeadReads):
                 resets=inputs.resets,
                 initial_state=None if start is None else _replace(start, position=0),
                 return_surprise=True,
-                return_anchor=inputs.resets is None,
+                return_anchor=read_on or inputs.resets is None,
                 rematerialised=self.rematerialised,
             )
             return reads, _replace(state, position=None), surprise

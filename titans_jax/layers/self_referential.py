@@ -27,7 +27,7 @@ from titans_jax import memory
 from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule, step_size_bound
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents, aligned
-from titans_jax.layers.memory_layer import HeadReads
+from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.neural_memory import MemoryInput, broadcast
 from titans_jax.layers.norms import l2_normalize

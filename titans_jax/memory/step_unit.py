@@ -37,7 +37,7 @@ def error_removed(rule: MemoryRule, head_dim: int) -> float:
         rule = dataclasses.replace(rule, algorithm=algorithms.gradient_descent())
     if rule.bias.constant_slope == 0:
         rule = dataclasses.replace(rule, bias=biases.l2())
-    rule = dataclasses.replace(rule, chunk_size=1, forget_to_start=False, bound_slope=False)
+    rule = dataclasses.replace(rule, chunk_size=1, forget_to_start=False, bound_slope=False, stale=False)
     return _error_removed(rule, direction, head_dim)
 
 

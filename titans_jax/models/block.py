@@ -84,10 +84,13 @@ class Block(nnx.Module):
     @classmethod
     def granularity(cls, config: ModelConfig) -> int:
         """Packed documents start at multiples of this: a chunk of the memory, if there is one, else 1; where memories
-        are kept, a segment of `cache_segment` tokens."""
+        are kept, a segment of `cache_segment` tokens, and where there are local ones, the longer of chunk and shard."""
         if not cls.has_memory:
             return 1
-        return memory_rule(config.memory).chunk_size if config.memory.caching is None else config.memory.cache_segment
+        chunk_size = memory_rule(config.memory).chunk_size
+        if config.memory.local_chunks:
+            return max(chunk_size, config.memory.shard)
+        return chunk_size if config.memory.caching is None else config.memory.cache_segment
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

@@ -7,9 +7,12 @@ caps it. Work that rematerialisation repeats is not counted, nor look-ups and el
 
 from __future__ import annotations
 
-from titans_jax.config import ModelConfig, cache_aggregation, gate_choices, memory_rule
+import dataclasses
+
+from titans_jax.config import ModelConfig, cache_aggregation, gate_choices, local_memories, memory_rule
 from titans_jax.layers.continuum_memory import level_width
 from titans_jax.layers.feed_forward import hidden_width
+from titans_jax.layers.key_projection import BLOCK
 
 TOKENS_PER_BLOCK = 64
 """Tokens whose products with each other are counted where every token is a chunk: what a form takes at once."""
@@ -42,17 +45,33 @@ def persistent_flops(model: ModelConfig) -> int:
 
 
 def memory_layer_flops(model: ModelConfig) -> float:
-    """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads."""
+    """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads, local ones too."""
     rule, choices = memory_rule(model.memory), gate_choices(model.memory)
     inputs = 1 + 2 * choices.projected_steps(rule)  # queries, and keys and values of every inner step
     projections = (inputs + 2) * projection_flops(model)
     convolutions = inputs * 2 * model.conv_size * model.dim
+    return projections + convolutions + gated_memory_flops(model) + local_flops(model)
+
+
+def gated_memory_flops(model: ModelConfig) -> float:
+    """The memories of all heads, and their gates."""
+    rule, choices = memory_rule(model.memory), gate_choices(model.memory)
     scalars = sum(width for width, _ in choices.scalar_logits(rule, model.head_dim).values())
     scalars += 2 * choices.preconditioned + 3 * choices.rotated_keys
     channels = len(choices.channel_logits(rule))
     low_rank = 2 * model.memory.gate_rank * (model.dim + channels * model.dim) if channels else 0
-    gates = 2 * model.dim * model.num_heads * scalars + low_rank
-    return projections + convolutions + gates + model.num_heads * memory_flops(model)
+    return 2 * model.dim * model.num_heads * scalars + low_rank + model.num_heads * memory_flops(model)
+
+
+def local_flops(model: ModelConfig) -> float:
+    """Local memories with their gates, and the projection of queries, with its products between the tokens of a block;
+    0 without them."""
+    memories = local_memories(model.memory)
+    if not memories:
+        return 0.0
+    block = min(BLOCK, model.memory.shard)
+    projection = model.num_heads * (4 * model.head_dim**2 + 4 * block * model.head_dim)
+    return projection + sum(gated_memory_flops(dataclasses.replace(model, memory=each)) for each in memories)
 
 
 def caching_flops(model: ModelConfig, time: int) -> float:
@@ -93,9 +112,10 @@ def memory_flops(model: ModelConfig) -> int:
 
     Keys forward; cotangents back through all but the matrices that read the keys; queries on weights and on momentum;
     updates of both; and the products between the tokens of a chunk (or of a block of tokens, where every token is a
-    chunk), for both sides of every matrix. A window's tokens are keys of the chunk after theirs once more. A
-    least-squares read repeats its two products with every iteration. A rule that steps by chunks writes to the momentum
-    alone, reads no token of its own chunk, and makes its step once a chunk.
+    chunk), for both sides of every matrix. A stale memory's queries are on weights only, and nothing is between its
+    tokens. A window's tokens are keys of the chunk after theirs once more. A least-squares read repeats its two
+    products with every iteration. A rule that steps by chunks writes to the momentum alone, reads no token of its own
+    chunk, and makes its step once a chunk.
     """
     rule, matrices = memory_rule(model.memory), memory_matrices(model)
     weights = sum(rows * columns for rows, columns in matrices)
@@ -108,7 +128,8 @@ def memory_flops(model: ModelConfig) -> int:
         keys, steps = (weights + behind + weights) * written, sum(newton_schulz_products(*shape) for shape in matrices)
         return 2 * (weights + (keys + steps) // tokens)
     reads, keys = rule.algorithm.products_per_read, (weights + behind + states * weights) * written // tokens
-    return 2 * rule.algorithm.steps * (keys + reads * (states * weights + between))
+    read = weights if rule.stale else states * weights + between
+    return 2 * rule.algorithm.steps * (keys + reads * read)
 
 
 def newton_schulz_products(rows: int, columns: int) -> int:

@@ -4,10 +4,9 @@ import jax
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.cached_memory import CachedMemoryState, memory_layer
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
-from titans_jax.layers.neural_memory import MemoryLayerState
+from titans_jax.layers.memory_layer import AnyMemoryState, memory_layer
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
 from titans_jax.models.block import Block, register_block
@@ -34,15 +33,15 @@ class LMM(Block):
     def __call__(
         self,
         x: jax.Array,
-        state: MemoryLayerState | CachedMemoryState | None = None,
+        state: AnyMemoryState | None = None,
         documents: Documents | None = None,
-    ) -> tuple[jax.Array, MemoryLayerState | CachedMemoryState | None, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, AnyMemoryState | None, dict[str, jax.Array]]:
         """See `Block`."""
         y, state, report = self.memory(self.memory_norm(x), state, documents, self.persistent())
         x = x + y
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
-    def init_state(self, batch: int, max_length: int | None = None) -> MemoryLayerState | CachedMemoryState:
+    def init_state(self, batch: int, max_length: int | None = None) -> AnyMemoryState:
         """See `Block`; of constant size unless memories are kept (`caching`), which needs max_length."""
         return self.memory.init_state(batch, self.persistent(), max_length)
 

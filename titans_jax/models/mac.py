@@ -151,11 +151,16 @@ class MAC(Block):
 
     @staticmethod
     def check(config: ModelConfig) -> None:
-        """A segment is a whole number of the memory's chunks, and no memory is kept."""
+        """A segment is a whole number of the memory's chunks, and no memory is kept or local."""
         if config.memory.caching is not None:
             raise ConfigError(
                 f"model.memory.caching is {config.memory.caching!r}, which mac does not do, as its segments' attention "
                 "reads the memory too; use None, or a pattern of lmm, mag or mal"
+            )
+        if config.memory.local_chunks:
+            raise ConfigError(
+                f"model.memory.local_chunks is {config.memory.local_chunks}, which mac does not do, as its attention "
+                "reads the memory of every segment's start; use (), or a pattern of lmm, mag or mal"
             )
         chunk_size = config.memory.chunk_size
         if config.segment % chunk_size:

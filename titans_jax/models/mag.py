@@ -7,11 +7,10 @@ from flax import nnx
 
 from titans_jax.config import ModelConfig
 from titans_jax.layers.attention import Attention, AttentionState
-from titans_jax.layers.cached_memory import CachedMemoryState, memory_layer
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
-from titans_jax.layers.neural_memory import MemoryLayerState
+from titans_jax.layers.memory_layer import AnyMemoryState, memory_layer
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import PersistentTokens
 from titans_jax.models.block import Block, register_block
@@ -29,7 +28,7 @@ from titans_jax.models.flops import (
 class MAGState(NamedTuple):
     """States of the two branches."""
 
-    memory: MemoryLayerState | CachedMemoryState | None
+    memory: AnyMemoryState | None
     attention: AttentionState | None
 
 

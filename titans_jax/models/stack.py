@@ -23,7 +23,7 @@ from jax.nn import initializers
 from titans_jax import sharding
 from titans_jax.config import ConfigError, ModelConfig, read_call, registered
 from titans_jax.layers.document_layout import Documents
-from titans_jax.layers.memory_layer import READS
+from titans_jax.layers.head_reads import READS
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import INIT_STDDEV, compute_dtype, param_dtype
 from titans_jax.models.pattern import blocks_of

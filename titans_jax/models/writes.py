@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from titans_jax.layers.memory_layer import MemoryLayer
+from titans_jax.layers.head_reads import MemoryLayer
 
 
 def without_writes(graphdef: nnx.GraphDef) -> nnx.GraphDef:

@@ -97,8 +97,8 @@ def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
 
 
 def state_floats(model: ModelConfig, sequence_length: int) -> int:
-    """Floats that a layer carries from token to token for one sequence: its memories, those that are kept too, or the
-    cache of attention.
+    """Floats that a layer carries from token to token for one sequence: its memories, those that are kept or local too,
+    or the cache of attention.
 
     Not counted: the last inputs of the convolutions, the same for all memories; the open chunk's keys, where steps are
     shared; the anchor of a memory whose every token is a chunk, which is its weights once more; and what blocks with

@@ -37,6 +37,7 @@ from titans_jax.memory.forms.inner_gradient import (
 from titans_jax.memory.forms.intra_chunk import ChannelIntraChunk, IntraChunk, intra_chunks
 from titans_jax.memory.forms.lag_token import LagToken
 from titans_jax.memory.forms.scan_chunks import BLOCKS_PER_GROUP, scan_blocks
+from titans_jax.memory.forms.stale_reads import StaleReads
 from titans_jax.memory.forms.steps_by_chunk import GatheringChunk, gathering_chunks, step_totals
 from titans_jax.memory.forms.token_weights import TokenWeights
 from titans_jax.memory.gates import Gates
@@ -60,7 +61,10 @@ def memorize(
 
 def choose_algorithm(rule: MemoryRule, gates: Gates, backend: Backend) -> ChunkAlgorithm:
     """The first of `DeltaRule`, `GatedDeltaRule`, `TiledLeastSquares`, `TokenWeights` that supports the rule, else
-    `ChunkwiseGradient`, which supports all others but the lag token, and that behind `LagToken`."""
+    `ChunkwiseGradient`, which supports all others but the lag token, and that behind `LagToken`; `StaleReads` where the
+    rule is stale."""
+    if rule.stale:
+        return StaleReads(rule, backend)
     if rule.retention.lags:
         return LagToken(rule, backend, ChunkwiseGradient(rule, backend))
     algorithms = [DeltaRule, GatedDeltaRule, TokenWeights] + [TiledLeastSquares] * (backend.read_tile is not None)

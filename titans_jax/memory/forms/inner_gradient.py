@@ -144,7 +144,9 @@ def since_zero(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
 
 def readable_weights(rule: MemoryRule, params: Params, state: MemoryState) -> Matrices:
     """The fast weights that a read at this state sees: its own, or those of the chunk's start, moved along (see
-    `retentions`)."""
+    `retentions`), or as they were where the rule is stale."""
+    if rule.stale:
+        return weights_at(rule, params, state.anchor)
     if rule.retention.linear:
         return since_zero(rule, params, state.weights)
     if not rule.retention.one_slope:
@@ -171,14 +173,15 @@ def slopes_at(rule: MemoryRule, params: Params, carried: Matrices) -> Slopes:
 
 def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Array) -> tuple[Matrices, jax.Array]:
     """What a chunk passes on, and its reads: if its last slot holds a token, the chunk is over, and that token reads
-    what the algorithm's step and `Retention.close` make of the carried matrices, as all do without one_slope."""
+    what the algorithm's step and `Retention.close` make of the carried matrices, as all do without one_slope, and none
+    does where the rule is stale."""
     if not changes_at_end(rule):
         return end.carried, end.reads
     over = True if end.is_full is None else end.is_full
     stepped = chunk_step(rule, end.carried, end.momentum, end.step_total, queries.dtype)
     closed = close(rule, params, stepped, end.anchor)
     carried = tuple(jnp.where(over, new, old) for new, old in zip(closed, end.carried, strict=True))
-    if not rule.retention.one_slope:
+    if rule.stale or not rule.retention.one_slope:
         return carried, end.reads
     last = read(rule, params, weights_at(rule, params, closed), queries[-1:])
     return carried, jnp.concatenate([end.reads[:-1], jnp.where(over, last, end.reads[-1:])])

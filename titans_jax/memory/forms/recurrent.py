@@ -45,7 +45,8 @@ def memorize(
         if one.gates.mask is not None:
             written = select_state(one.gates.mask, written, state)
             surprise = jax.tree.map(lambda x: jnp.where(one.gates.mask, x, 0), surprise)
-        return written, (read(rule, params, readable_weights(rule, params, written), one.queries), surprise)
+        seen = readable_weights(rule, params, state if rule.stale else written)
+        return written, (read(rule, params, seen, one.queries), surprise)
 
     state, (reads, surprise) = jax.lax.scan(token, state, inputs)
     return MemoryOutputs(reads, state, jax.tree.map(lambda x: x[:, 0], surprise))

@@ -46,7 +46,7 @@ def memorize(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates and "
             f"chunk_size {rule.chunk_size}: no retention of channels with momentum, of value channels before the "
             "error, with a lag token or an arctan or weights of every token's own, no least squares, no window, no "
-            "step of a whole chunk, and no chunk of 2 to 7 tokens; use form='chunked'."
+            "step of a whole chunk, no stale reads, and no chunk of 2 to 7 tokens; use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, algorithm.block_tokens, state, inputs)
@@ -81,7 +81,7 @@ def memorize(
 
 def choose_algorithm(rule: MemoryRule, gates: Gates) -> KernelAlgorithm | None:
     """The first algorithm of kernels that supports the rule with these gates, or None."""
-    found = (one for one in (*EXACT, KernelChunkwiseGradient) if one.supports(rule, gates))
+    found = (one for one in (*EXACT, KernelChunkwiseGradient) if not rule.stale and one.supports(rule, gates))
     return next((one(rule) for one in found), None)
 
 

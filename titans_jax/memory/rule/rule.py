@@ -20,6 +20,8 @@ class MemoryRule:
     forget_to_start: what is carried is the change since the learned start, D = A - A_0, and retention acts on it alone:
     forgetting leads back to what was learned in training, not to zero. It is Miras' retention gate with R = ||W -
     M_0||^2 in place of ||W||^2 (memory/README.md, Forgetting to the start).
+    stale: every token reads the memory of its chunk's start and no write of its own chunk, which may then be long (the
+    global memory of TNT, arXiv 2511.07343).
     bound_slope: where the norm behind the last matrix is steeper than at a fresh memory, a token's gradient is taken
     min(1, v / v_0) times, v the variance of what the norm is given for its key, v_0 that at a fresh memory
     (memory/README.md, Gates).
@@ -34,6 +36,7 @@ class MemoryRule:
     learned_start: bool = True
     forget_to_start: bool = False
     bound_slope: bool = False
+    stale: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
@@ -68,6 +71,14 @@ class MemoryRule:
             raise ValueError(
                 f"algorithm is {self.algorithm}: it is defined for a linear memory with an L2 bias and decay; use "
                 "gradient_descent() or momentum() for any other."
+            )
+        algorithm = self.algorithm
+        plain_descent = algorithm.descends and not algorithm.decay_first and algorithm.steps == algorithm.window == 1
+        plain_descent = plain_descent and not algorithm.steps_by_chunk
+        if self.stale and not (plain_descent and not self.retention.lags):
+            raise ValueError(
+                f"stale is True: it needs gradients at the chunk's start, one a token, unlike {algorithm} with "
+                f"{self.retention}; use gradient_descent() or momentum(), and no lag token."
             )
         window = self.algorithm.window
         if window > self.chunk_size:

@@ -1,0 +1,111 @@
+"""`titans bench hierarchy`: the gradient of a layer with local memories beside that of one memory with their chunk.
+
+Both layers have the same width and one kind of memory, both write every `chunk` tokens; TNT (arXiv 2511.07343) has the
+shards of a row written at once, and its long-range memory is read as it was. Calls of the two alternate, and the least
+counts, so that what else a machine does falls on both. Float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from titans_jax import plots
+from titans_jax.config import Config, MemoryConfig, ModelConfig
+from titans_jax.layers import memory_layer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time the gradient of a layer with local memories, and that of a layer with one memory of their chunk."""
+
+    chunk: int = 8
+    """Tokens of a local chunk, and of the other layer's."""
+    shard: int = 2048
+    """Tokens of a shard, and of the global memory's chunk."""
+    time: int = 8192
+    """Tokens of the row."""
+    num_heads: int = 4
+    """Heads, each with memories of its own."""
+    head_dim: int = 64
+    """Width of a head."""
+    expansion: int = 4
+    """Hidden width of a memory over head_dim."""
+    repeats: int = 3
+    """Calls of each layer; the least is printed."""
+    output: str = "runs/bench_hierarchy"
+    """Folder for hierarchy.csv."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer, the least seconds of a gradient, and how many times as fast as one memory it is."""
+
+    layer: str
+    chunk: int
+    time: int
+    seconds: float
+    speed: float
+
+
+def main(options: Options) -> None:
+    """Time both, print and save.
+
+    Raises:
+      ConfigError: the shard is no multiple of the chunk.
+    """
+    from rich.console import Console
+
+    from titans_jax.config.validate import validate
+
+    one = ModelConfig(
+        pattern=("lmm",),
+        dim=options.num_heads * options.head_dim,
+        depth=1,
+        num_heads=options.num_heads,
+        head_dim=options.head_dim,
+        dtype="float32",
+        memory=MemoryConfig(expansion=options.expansion, chunk_size=options.chunk),
+    )
+    several = dataclasses.replace(
+        one.memory, chunk_size=options.shard, shard=options.shard, local_chunks=(options.chunk,)
+    )
+    models = {"one memory": one, "global and local": dataclasses.replace(one, memory=several)}
+    for model in models.values():
+        validate(Config(model=model))
+    console, runs = Console(), {}
+    for name, model in models.items():
+        with console.status(f"{name}: compiling"):
+            runs[name] = gradient(model, options.time)
+    seconds = dict.fromkeys(runs, float("inf"))
+    for _ in range(options.repeats):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name] = min(seconds[name], time.perf_counter() - started)
+    slow = seconds["one memory"]
+    rows = [Row(name, options.chunk, options.time, each, slow / each) for name, each in seconds.items()]
+    for row in rows:
+        console.print(
+            f"{row.layer}, chunk {row.chunk}, {row.time:,} tokens: {row.seconds:.3g} s, {row.speed:.2f} times"
+        )
+    plots.save_csv(rows, Path(options.output) / "hierarchy.csv")
+
+
+def gradient(model: ModelConfig, length: int) -> Callable[[], jax.Array]:
+    """The compiled gradient of a layer on one row, with respect to its parameters and its input."""
+    graphdef, params = nnx.split(memory_layer(model, rngs=nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (1, length, model.dim))
+
+    def loss(params: nnx.State, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(nnx.merge(graphdef, params)(x)[0]))
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile()
+    return lambda: compiled(params, x)
