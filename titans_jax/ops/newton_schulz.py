@@ -48,7 +48,8 @@ def newton_schulz(
         return jax.vmap(lambda one: newton_schulz(one, operand_dtype, coefficients))(matrix)
     rows, columns = matrix.shape
     x = matrix if rows <= columns else matrix.T
-    x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x)) + EPSILON**2)
+    # No rsqrt, which XLA's unoptimised code for CPUs makes NaN of some small numbers.
+    x = x / jnp.sqrt(jnp.sum(jnp.square(x)) + EPSILON**2)
 
     def step(x, numbers):
         a, b, c = numbers
