@@ -61,7 +61,9 @@ def _error_removed(rule: MemoryRule, direction: Callable | None, head_dim: int) 
         if direction is not None:
             surprise = tuple(direction(u, u.dtype) for u in surprise)
         _, removed = jax.jvp(moved, (params["weights"],), (surprise,))
-        return jnp.vdot(error, removed) / head_dim
+        share = jnp.vdot(error, removed) / head_dim
+        # An error that is the same in all channels is one that a norm takes out: it has no gradient, and no direction.
+        return jnp.where(jnp.isfinite(share), share, 0)
 
     floats = sum(rows * columns for rows, columns in rule.shapes(head_dim))
     together = max(1, min(SAMPLES, MOST_FLOATS // floats))

@@ -48,8 +48,10 @@ def newton_schulz(
         return jax.vmap(lambda one: newton_schulz(one, operand_dtype, coefficients))(matrix)
     rows, columns = matrix.shape
     x = matrix if rows <= columns else matrix.T
-    # No rsqrt, which XLA's unoptimised code for CPUs makes NaN of some small numbers.
-    x = x / jnp.sqrt(jnp.sum(jnp.square(x)) + EPSILON**2)
+    size = jnp.sum(jnp.square(x))
+    # Zeros go another way: XLA's unoptimised code for CPUs now and then made NaN of them.
+    some = size > 0
+    x = jnp.where(some, x / jnp.sqrt(jnp.where(some, size, 1) + EPSILON**2), 0)
 
     def step(x, numbers):
         a, b, c = numbers
@@ -58,4 +60,5 @@ def newton_schulz(
 
     # As a loop: unrolled, it takes five times as long to compile, in every program of a memory.
     x, _ = jax.lax.scan(step, x, jnp.array(COEFFICIENTS[coefficients], matrix.dtype))
+    x = jnp.where(some, x, 0)
     return x if rows <= columns else x.T
