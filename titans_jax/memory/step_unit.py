@@ -16,6 +16,8 @@ from titans_jax.memory.rule import algorithms, biases
 from titans_jax.memory.rule.rule import MemoryRule
 
 SAMPLES = 256
+ROUNDING = 1e-4
+"""The norm below which a gradient, of an error of 1 in every channel, is rounding."""
 MOST_FLOATS = 1 << 25
 """Weights of all the samples that are measured together."""
 
@@ -58,12 +60,13 @@ def _error_removed(rule: MemoryRule, direction: Callable | None, head_dim: int) 
         weights = rule.retention.weights(params["weights"], params)
         value, gate = answer(weights) - error, jnp.ones((1,), jnp.float32) if rule.bias.takes_gate else None
         surprise = jax.grad(lambda weights: rule.bias(answer(weights), value, gate))(weights)
-        if direction is not None:
-            surprise = tuple(direction(u, u.dtype) for u in surprise)
-        _, removed = jax.jvp(moved, (params["weights"],), (surprise,))
+        step = surprise if direction is None else tuple(direction(u, u.dtype) for u in surprise)
+        _, removed = jax.jvp(moved, (params["weights"],), (step,))
         share = jnp.vdot(error, removed) / head_dim
-        # An error that is the same in all channels is one that a norm takes out: it has no gradient, and no direction.
-        return jnp.where(jnp.isfinite(share), share, 0)
+        # An error that is the same in all channels is one that a norm takes out. Its gradient is rounding alone, which
+        # unoptimised code may make twice, not alike, so that it has no direction, nor a norm to divide it by.
+        size = sum(jnp.sum(jnp.square(u)) for u in surprise)
+        return jnp.where(size > ROUNDING**2, share, 0)
 
     floats = sum(rows * columns for rows, columns in rule.shapes(head_dim))
     together = max(1, min(SAMPLES, MOST_FLOATS // floats))

@@ -48,10 +48,7 @@ def newton_schulz(
         return jax.vmap(lambda one: newton_schulz(one, operand_dtype, coefficients))(matrix)
     rows, columns = matrix.shape
     x = matrix if rows <= columns else matrix.T
-    size = jnp.sum(jnp.square(x))
-    # Zeros go another way: XLA's unoptimised code for CPUs now and then made NaN of them.
-    some = size > 0
-    x = jnp.where(some, x / jnp.sqrt(jnp.where(some, size, 1) + EPSILON**2), 0)
+    x = x / jnp.sqrt(jnp.sum(jnp.square(x)) + EPSILON**2)
 
     def step(x, numbers):
         a, b, c = numbers
@@ -60,5 +57,4 @@ def newton_schulz(
 
     # As a loop: unrolled, it takes five times as long to compile, in every program of a memory.
     x, _ = jax.lax.scan(step, x, jnp.array(COEFFICIENTS[coefficients], matrix.dtype))
-    x = jnp.where(some, x, 0)
     return x if rows <= columns else x.T
