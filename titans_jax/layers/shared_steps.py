@@ -6,8 +6,8 @@ than 2; one after the other, each would have found the error that was left. A to
 
     product, over the earlier tokens j of its chunk, of  1 - min(s_j, 1) max(0, k_j . k_t)^4
 
-For equal keys that is what the token-by-token rule does, for keys at right angles 1 (derived; memory/README.md, What
-was tried). It is a gate like any other: the memory core sees a smaller step size.
+For equal keys that is what the token-by-token rule does, for keys at right angles 1 (derived;
+memory/what_was_tried.md). It is a gate like any other: the memory core sees a smaller step size.
 
 Shapes: b batch, t time, h heads, d head_dim, c chunk_size.
 """

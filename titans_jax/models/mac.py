@@ -9,7 +9,7 @@ Per segment of `config.segment` tokens, x being its normalised rows and M the me
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
 The papers write y itself (`mac_write` "attention", z = y), which is a mean over tokens and says poorly which one it is
-of: what is written cannot be found again (memory/README.md, What was tried). They also say that blocks have residual
+of: what is written cannot be found again (memory/what_was_tried.md). They also say that blocks have residual
 connections; here is one.
 
 Readings where the paper is open or would leak the future (memory/README.md, Readings): one h per token, seen causally;

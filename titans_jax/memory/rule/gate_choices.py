@@ -28,7 +28,7 @@ FORGET_BIAS = -8.0
 # hundred tokens.
 OPEN_BIAS = -5.0
 # sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with steps of half the largest, those of a
-# chunk push one another on, and its gradients explode (memory/README.md, What was tried).
+# chunk push one another on, and its gradients explode (memory/what_was_tried.md).
 LOW_BIAS = -2.0
 SOFTPLUS_ONE = math.log(math.expm1(1.0))
 """softplus of it is 1."""
