@@ -45,7 +45,8 @@ def test_a_configuration_says_what_it_can():
         gate_choices(MemoryConfig(preset="lact", channel_retention="key"))
 
 
-@pytest.mark.parametrize("preset", ["atlas", pytest.param("lact", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("preset", ["atlas", "lact"])
 def test_a_fresh_model_is_calm_and_writes(preset):
     """The first loss is that of a uniform guess, and its gradient is small, on any text and on one byte for ever; the
     memory has moved by a share of its start, not by many times it."""

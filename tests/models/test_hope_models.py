@@ -51,7 +51,7 @@ def test_packed_documents_equal_documents_alone(block):
         assert_documents_alone(dataclasses.replace(config, document_slack=32), rows)
 
 
-@pytest.mark.parametrize("block", ["hope", "hope_attention"])
+@pytest.mark.parametrize("block", [pytest.param("hope", marks=pytest.mark.exhaustive), "hope_attention"])
 def test_half_precision_keeps_shapes_and_dtypes(block):
     """Rows, pieces and the state, which no call changes, and the report; nothing is computed."""
     config = hope(block, dtype="bfloat16", remat="full")

@@ -140,14 +140,13 @@ def test_compiles_for_tpus_that_are_not_here():
     cases = (
         ("v5e:2x2", 2, 2, 64, "bfloat16", 512),
         ("v5p:2x2x1", 1, 1, 48, "float32", 200),
-        ("v6e:2x2", 1, 1, 128, "bfloat16", 300),
         ("tpu7x:2x2x1", 1, 1, 256, "bfloat16", 256),
         ("v5p:2x2x1", 1, 1, 64, "bfloat16", 1024),  # the most tokens
         ("v5e:2x2", 1, 1, 64, "bfloat16", 1152),  # more than the kernel takes
         ("v5p:2x2x1", 1, 1, 64, "float32", 1024),
     )
     *fused, longer, wider = test_splash.compile_for_tpu(TPU, *cases)
-    assert fused == [[["segment_attention", "segment_attention_backward"], []]] * 5  # no device needs another's rows
+    assert fused == [[["segment_attention", "segment_attention_backward"], []]] * 4  # no device needs another's rows
     assert (
         longer[0]
         == wider[0]
