@@ -8,7 +8,6 @@ counts, so that what else a machine does falls on both. Float32.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from titans_jax import plots
+from titans_jax.bench.timing import seconds
 from titans_jax.config import Config, MemoryConfig, ModelConfig
 from titans_jax.layers import memory_layer
 
@@ -84,14 +84,12 @@ def main(options: Options) -> None:
     for name, model in models.items():
         with console.status(f"{name}: compiling"):
             runs[name] = gradient(model, options.time)
-    seconds = dict.fromkeys(runs, float("inf"))
+    least = dict.fromkeys(runs, float("inf"))
     for _ in range(options.repeats):
         for name, run in runs.items():
-            started = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name] = min(seconds[name], time.perf_counter() - started)
-    slow = seconds["one memory"]
-    rows = [Row(name, options.chunk, options.time, each, slow / each) for name, each in seconds.items()]
+            least[name] = min(least[name], seconds(run))
+    slow = least["one memory"]
+    rows = [Row(name, options.chunk, options.time, each, slow / each) for name, each in least.items()]
     for row in rows:
         console.print(
             f"{row.layer}, chunk {row.chunk}, {row.time:,} tokens: {row.seconds:.3g} s, {row.speed:.2f} times"

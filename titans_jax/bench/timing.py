@@ -1,4 +1,4 @@
-"""What both benchmarks measure with."""
+"""What benchmarks measure with."""
 
 import statistics
 import time
@@ -12,16 +12,17 @@ def matmul_peak(dtype: str = "float32", size: int = 2048) -> float:
     """Operations per second of the best of some square matrix products."""
     matrix = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
-    return 2 * size**3 / min(_seconds(lambda: product(matrix, matrix)) for _ in range(6))
+    return 2 * size**3 / min(seconds(lambda: product(matrix, matrix)) for _ in range(6))
 
 
 def median_seconds(run: Callable[[], jax.Array], repeats: int) -> float:
     """Median seconds of a call, after one that is not counted."""
-    _seconds(run)
-    return statistics.median(_seconds(run) for _ in range(repeats))
+    seconds(run)
+    return statistics.median(seconds(run) for _ in range(repeats))
 
 
-def _seconds(run: Callable[[], jax.Array]) -> float:
+def seconds(run: Callable[[], jax.Array]) -> float:
+    """Seconds of one call."""
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start

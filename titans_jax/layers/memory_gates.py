@@ -187,8 +187,7 @@ class MemoryGates(nnx.Module):
     def error_shares(self, gates: memory.Gates) -> jax.Array:
         """The share of its error that each token's step removes from a fresh memory, momentum, window and all:
         [b, t, h], 0 at padding."""
-        unit = step_size_bound(self.config) / self.config.memory.max_step_size  # the step that removes all of it
-        shares = jnp.mean(gates.step_size, axis=-1) / unit
+        shares = error_share(self.config, jnp.mean(gates.step_size, axis=-1))
         if gates.window_weight is not None:
             shares *= window_total(gates.window_weight)[..., 0]
         if gates.log_momentum is not None:  # the sum of a step and of what momentum makes of it
@@ -222,6 +221,11 @@ def head_logits(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
     """x [b, t, dim] -> [b, t, h, n] by a kernel [dim, h, n] and a bias [h, n], in their dtype."""
     scaled = x.astype(kernel.dtype) * x.shape[-1] ** -0.5
     return jnp.einsum("btd,dhk->bthk", scaled, kernel) + bias[None, None]
+
+
+def error_share(config: ModelConfig, step_size: jax.Array) -> jax.Array:
+    """The share of its error that a step of this size removes alone, from a fresh memory."""
+    return step_size / (step_size_bound(config) / config.memory.max_step_size)  # by the step that removes all of it
 
 
 def rate_parameters(heads: int, dtype: jnp.dtype, channels: int | None = None) -> tuple[nnx.Param, nnx.Param]:

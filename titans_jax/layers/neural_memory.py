@@ -30,6 +30,7 @@ from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
 from titans_jax.layers.rotation import RotatedInputs, Rotation, RotationTail
+from titans_jax.layers.scan_chunks import at
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.sharding import (
     BATCH,
@@ -289,11 +290,11 @@ class NeuralMemory(HeadReads):
             tails["squares"] = jnp.zeros((self.num_heads, self.head_dim), wide_dtype(self.dtype))
         if self.rotation is not None:
             tails["rotation"] = self.rotation.start(self.dtype)
-        state = MemoryLayerState(_replace(first, position=0), tails)
+        state = MemoryLayerState(at(first, 0), tails)
         if persistent is None:
             return state
         _, state, _ = self.memorize(persistent[None], broadcast(state, 1))
-        after, tails = jax.tree.map(lambda leaf: leaf[0], (_replace(state.memory, position=None), state.tails))
+        after, tails = jax.tree.map(lambda leaf: leaf[0], (at(state.memory, None), state.tails))
         return MemoryLayerState(memory.start_chunk(after), tails)
 
     def init_state(
@@ -302,7 +303,7 @@ class NeuralMemory(HeadReads):
         """`start` for every row of a batch, as arrays only: the state that streaming starts with. Its size is the same
         whatever is read, so max_length changes nothing."""
         state = broadcast(self.start(persistent), batch)
-        return state._replace(memory=_replace(state.memory, position=jnp.zeros((), jnp.int32)))
+        return state._replace(memory=at(state.memory, jnp.zeros((), jnp.int32)))
 
     def params(self) -> memory.Params:
         """The memory's slow parameters, with a leading heads axis."""
@@ -328,16 +329,16 @@ class NeuralMemory(HeadReads):
             reads, state, surprise = memory.memorize(
                 self.rule,
                 params,
-                _replace(state, position=position),
+                at(state, position),
                 *inputs[:4],
                 form,
                 resets=inputs.resets,
-                initial_state=None if start is None else _replace(start, position=0),
+                initial_state=None if start is None else at(start, 0),
                 return_surprise=True,
                 return_anchor=read_on or inputs.resets is None,
                 rematerialised=self.rematerialised,
             )
-            return reads, _replace(state, position=None), surprise
+            return reads, at(state, None), surprise
 
         gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, inputs.gates), mask=None)
         heads = jax.vmap(one, in_axes=(None, 0, 0, HeadInputs(1, 1, 1, gate_axes, None), 0), out_axes=(1, 0, 1))
@@ -345,8 +346,8 @@ class NeuralMemory(HeadReads):
         # One copy a row: gradients of what rows share would be summed over them, and over the devices that hold them,
         # at every chunk of the scan.
         params = broadcast(self.params(), batch)
-        start = None if start is None else broadcast(_replace(start, position=None), batch)
-        arguments = (params, _replace(state, position=None), inputs, start)
+        start = None if start is None else broadcast(at(start, None), batch)
+        arguments = (params, at(state, None), inputs, start)
         if form == "fused":
             reads, after, surprise = per_device(rows, batch, inputs.gates)(position, *arguments)
         else:
@@ -354,7 +355,7 @@ class NeuralMemory(HeadReads):
         # Documents start with a chunk, so the open chunk is as long in every row.
         return (
             reads,
-            _replace(after, position=(position + time * self.rule.algorithm.steps) % self.rule.chunk_size),
+            at(after, (position + time * self.rule.algorithm.steps) % self.rule.chunk_size),
             surprise,
         )
 
@@ -383,7 +384,3 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
 def broadcast(state: Any, batch: int) -> Any:
     """A state without batch axis for every row of a batch; a position, one number for all rows, stays as it is."""
     return jax.tree.map(lambda x: x if isinstance(x, int) else jnp.broadcast_to(x, (batch, *x.shape)), state)
-
-
-def _replace(state: memory.MemoryState, position: int | jax.Array | None) -> memory.MemoryState:
-    return dataclasses.replace(state, position=position)

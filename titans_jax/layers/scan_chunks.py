@@ -6,6 +6,7 @@ What such a layer gives a memory depends on the memory, so chunk after chunk is 
 Shapes: b batch, t time, c tokens of a part of a chunk.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -89,4 +90,4 @@ def _whole_chunks(
 
 def at(state: memory.MemoryState, position: int | jax.Array | None) -> memory.MemoryState:
     """The state with another position."""
-    return memory.MemoryState(state.weights, state.momentum, state.anchor, position, state.window)
+    return dataclasses.replace(state, position=position)

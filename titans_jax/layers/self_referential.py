@@ -28,6 +28,7 @@ from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rul
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents, aligned
 from titans_jax.layers.head_reads import HeadReads
+from titans_jax.layers.memory_gates import error_share
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.neural_memory import MemoryInput, broadcast
 from titans_jax.layers.norms import l2_normalize
@@ -255,7 +256,7 @@ class SelfReferentialMemory(HeadReads):
         self, gates: memory.Gates, keys: jax.Array, tail: StepTail, position: Any, valid: jax.Array | None
     ) -> tuple[memory.Gates, StepTail]:
         """Gates whose steps near keys of a chunk share (`shared_steps`), and the next tail."""
-        shares = gates.step_size / (step_size_bound(self.config) / self.config.memory.max_step_size)
+        shares = error_share(self.config, gates.step_size)
         shares = shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)
         left, after = shared_steps(shares, keys, tail, position, self.rule.chunk_size)
         if valid is not None:  # behind the last token there is none

@@ -32,8 +32,8 @@ def make_train_step(
     microbatches whose losses are summed and divided once, so padding weighs the same however the batch is cut. A
     step whose loss or gradient norm is not finite changes nothing. `ema`: the decay of the average, where the state has
     one. `z_loss`: weight of the mean squared log partition function over predicted targets, which is trained on beside
-    the loss and is the metric "z_loss", weight included, where it is not 0; for heads with
-    `losses`. `state` is donated.
+    the loss and is the metric "z_loss", weight included, where it is not 0; for heads that have `losses`. `state` is
+    donated.
     """
     fixed = {"graphdef": graphdef, "optimizer": optimizer, "accumulation": accumulation, "ema": ema, "z_loss": z_loss}
     return jax.jit(functools.partial(_train_step, **fixed), donate_argnums=0)
