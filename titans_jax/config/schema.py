@@ -80,6 +80,10 @@ class MemoryConfig:
     bound_slope: bool = True
     """Steps are smaller where the norm behind a memory is steeper than at a fresh one, so that no text, not even one
     byte again and again, makes it unstable; False is the papers' letter. Memories without a norm ignore it."""
+    key_start: Literal["induction", "random"] = "induction"
+    """How training starts with the keys: as the queries of one token before, so that a memory says of a token what
+    followed its like; or on their own. Without a convolution, or where a token has several keys or ones that are gates,
+    always the latter."""
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""
@@ -380,6 +384,7 @@ BEFORE: Mapping[str, Any] = {
     "model.memory.bound_slope": False,
     "model.memory.forget": "preset",
     "model.memory.forget_to": "zero",
+    "model.memory.key_start": "random",
     "model.memory.share_steps": False,
     "model.memory.step_unit": "head_dim",
 }

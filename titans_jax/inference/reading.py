@@ -218,6 +218,7 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
     """16 hexadecimal digits that change with any parameter, and with what the model computes from them."""
     settings = to_dict(config)
     del settings["remat"], settings["memory"]["form"]  # how the same numbers are computed
+    del settings["memory"]["key_start"]  # how training began
     for name, silent in LATER.items():
         if settings["memory"][name] == silent:
             del settings["memory"][name]

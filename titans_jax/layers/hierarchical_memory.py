@@ -26,8 +26,9 @@ from titans_jax.config import ModelConfig, local_memories
 from titans_jax.layers.cached_memory import Carried
 from titans_jax.layers.document_layout import Documents, aligned
 from titans_jax.layers.key_projection import key_projection
+from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
-from titans_jax.layers.neural_memory import HeadInputs, MemoryInput, MemoryLayerState, NeuralMemory, broadcast
+from titans_jax.layers.neural_memory import HeadInputs, MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.projections import wide_dtype
 
 Report = dict[str, jax.Array]

@@ -17,26 +17,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from titans_jax import memory
 from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule
-from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import MemoryGates
+from titans_jax.layers.memory_input import MemoryInput, start_as_induction
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.preconditioner import Preconditioner
-from titans_jax.layers.projections import compute_dtype, param_dtype, projection, wide_dtype
+from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
 from titans_jax.layers.rotation import RotatedInputs, Rotation, RotationTail
 from titans_jax.layers.scan_chunks import at
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.sharding import (
-    BATCH,
     HEADS,
     batch_axes,
-    constrain,
     logical,
     on_devices,
 )
@@ -60,35 +57,6 @@ class HeadInputs(NamedTuple):
     values: jax.Array
     gates: memory.Gates
     resets: jax.Array | None
-
-
-class MemoryInput(nnx.Module):
-    """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
-
-    With several copies, one for each inner step of a token: [b, t, h, copies, d]. As logits, without SiLU.
-    """
-
-    def __init__(self, config: ModelConfig, *, unit_norm: bool, logits: bool = False, copies: int = 1, rngs: nnx.Rngs):
-        width = config.num_heads * copies * config.head_dim
-        self.heads = (config.num_heads, *[copies] * (copies > 1), config.head_dim)
-        self.activation, self.unit_norm = config.memory.activation and not logits, unit_norm
-        self.projection = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
-        self.convolution = CausalConvolution(config, width, rngs=rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        tail: jax.Array,
-        documents: Documents | None = None,
-        initial_tail: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Also returns the convolution's next tail; see `CausalConvolution`."""
-        x = constrain(self.projection(x), BATCH, None, "tensor")
-        unit_norm = self.heads[-1] if self.unit_norm else None
-        x, tail = self.convolution.features(
-            x, tail, documents, initial_tail, activation=self.activation, unit_norm=unit_norm
-        )
-        return checkpoint_name(x.reshape(*x.shape[:-1], *self.heads), "features"), tail
 
 
 class NeuralMemory(HeadReads):
@@ -121,6 +89,8 @@ class NeuralMemory(HeadReads):
         gate = choices.complement_keys  # what a key's channel forgets decides both
         self.key = projected(unit_norm=not gate, logits=gate)
         self.value = projected(unit_norm=False)
+        if config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1:
+            start_as_induction(self.query, self.key)
         self._make_memories(config, rngs=rngs)
         self.make_output(config, rngs=rngs)
 

@@ -29,8 +29,9 @@ from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents, aligned
 from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import error_share
+from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
-from titans_jax.layers.neural_memory import MemoryInput, broadcast
+from titans_jax.layers.neural_memory import broadcast
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
 from titans_jax.layers.scan_chunks import at, scan_chunks

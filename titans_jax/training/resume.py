@@ -25,6 +25,7 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(("model.remat", "model.memory.form"), "said", "how the same numbers are computed"),
+    Rule(("model.memory.key_start",), "said", "how keys began: they are long trained"),
     Rule(("model.",), "refused", "another model"),
     Rule(("data.path", "data.validation_path"), "silent", "the text itself is compared, wherever it is"),
     Rule(("data.tokenizer",), "silent", "the file itself is compared with the run's copy"),

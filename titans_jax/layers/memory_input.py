@@ -1,0 +1,59 @@
+"""Queries, keys and values of a memory: projection, causal convolution, SiLU, unit norm; and how they start."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from titans_jax.config import ModelConfig
+from titans_jax.layers.convolution import CausalConvolution
+from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.projections import projection
+from titans_jax.sharding import BATCH, constrain
+
+NEWEST_TAP = 1.6
+"""How much larger than the others the taps of a query's own token start, with `start_as_induction`."""
+
+
+class MemoryInput(nnx.Module):
+    """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
+
+    With several copies, one for each inner step of a token: [b, t, h, copies, d]. As logits, without SiLU.
+    """
+
+    def __init__(self, config: ModelConfig, *, unit_norm: bool, logits: bool = False, copies: int = 1, rngs: nnx.Rngs):
+        width = config.num_heads * copies * config.head_dim
+        self.heads = (config.num_heads, *[copies] * (copies > 1), config.head_dim)
+        self.activation, self.unit_norm = config.memory.activation and not logits, unit_norm
+        self.projection = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
+        self.convolution = CausalConvolution(config, width, rngs=rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tail: jax.Array,
+        documents: Documents | None = None,
+        initial_tail: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Also returns the convolution's next tail; see `CausalConvolution`."""
+        x = constrain(self.projection(x), BATCH, None, "tensor")
+        unit_norm = self.heads[-1] if self.unit_norm else None
+        x, tail = self.convolution.features(
+            x, tail, documents, initial_tail, activation=self.activation, unit_norm=unit_norm
+        )
+        return checkpoint_name(x.reshape(*x.shape[:-1], *self.heads), "features"), tail
+
+
+def start_as_induction(query: MemoryInput, key: MemoryInput) -> None:
+    """Let keys start as the queries of one token before: same projection, taps delayed by one.
+
+    A memory then binds what was read before a token to that token, and what it says of a query is what followed the
+    like of it: an induction head (Olsson et al., arXiv 2209.11895), which with keys of their own start has to be found
+    first. The papers say nothing of starts; memory/what_was_tried.md has what this one is worth. Queries keep all their
+    taps, of which the oldest have no counterpart in the keys.
+    """
+    taps = query.convolution.kernel[...]
+    taps = jnp.concatenate([NEWEST_TAP * taps[:1], taps[1:]])
+    query.convolution.kernel[...] = taps
+    key.convolution.kernel[...] = jnp.concatenate([jnp.zeros_like(taps[:1]), taps[:-1]])
+    key.projection.kernel[...] = query.projection.kernel[...]
