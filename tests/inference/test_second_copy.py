@@ -39,7 +39,7 @@ def texts(count: int, seed: int) -> list[str]:
 @pytest.mark.slow
 def test_a_second_copy_is_read_better_with_the_memory_of_the_first(tmp_path):
     """A model trained on texts that are said four times, asked of texts it has not seen: read, kept in a file, loaded,
-    and read once more. Both a fresh memory and that of another text know nothing of them: 26 letters, 3.26 nats each."""
+    read once more. A fresh memory and that of another text know nothing of them: one of 26 letters is 3.26 nats."""
     for name, count, seed in (("train", 10_000, 0), ("valid", 100, 1)):
         lines = (json.dumps({"text": 4 * text}) + "\n" for text in texts(count, seed))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))

@@ -58,6 +58,13 @@ def test_a_fresh_memory_says_what_followed_a_token(key_start):
     assert right >= 36 if key_start == "induction" else right <= 8
 
 
+def test_no_two_parameters_share_a_buffer():
+    """As a training step gives all of them away (donation)."""
+    for make in (lambda: layer(CONFIG), lambda: NeuralMemory(CONFIG, rngs=nnx.Rngs(0))):
+        leaves = jax.tree.leaves(nnx.state(make(), nnx.Param))
+        assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
 @pytest.mark.parametrize(
     "config",
     [

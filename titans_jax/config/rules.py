@@ -142,7 +142,6 @@ def step_size_bound(model: ModelConfig) -> float:
 
 
 def _memory_rule(config: MemoryConfig) -> "MemoryRule":
-    from titans_jax.memory.rule import algorithms
     from titans_jax.memory.rule.architectures import ARCHITECTURES
     from titans_jax.memory.rule.biases import BIASES
     from titans_jax.memory.rule.retentions import RETENTIONS
@@ -161,17 +160,13 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
             choices[field] = _make(part, config, arguments)
     if "architecture" in choices:  # a memory of several matrices that starts at zero would stay there
         choices["learned_start"] = rule.learned_start or not choices["architecture"].linear
-    if config.momentum is not None and config.momentum != rule.algorithm.has_momentum:
-        plain, fields = algorithms.gradient_descent(), {f.name for f in dataclasses.fields(rule.algorithm)}
-        if "has_momentum" in fields:
-            choices["algorithm"] = dataclasses.replace(rule.algorithm, has_momentum=config.momentum)
-        elif rule.algorithm not in (plain, algorithms.momentum()):
+    if config.momentum is not None:
+        choices["algorithm"] = rule.algorithm.with_momentum(config.momentum)
+        if choices["algorithm"] is None:
             raise ConfigError(
                 f"model.memory.momentum is {config.momentum}; the algorithm of {config.preset}, {rule.algorithm}, "
                 f"{'always has' if rule.algorithm.has_momentum else 'knows no'} momentum: leave it None"
             )
-        else:
-            choices["algorithm"] = algorithms.momentum() if config.momentum else plain
     rule = dataclasses.replace(rule, **choices)
     # Linear recurrent models start from zero, and a lag token is defined by the weights themselves.
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags

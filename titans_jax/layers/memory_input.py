@@ -56,4 +56,5 @@ def start_as_induction(query: MemoryInput, key: MemoryInput) -> None:
     taps = jnp.concatenate([NEWEST_TAP * taps[:1], taps[1:]])
     query.convolution.kernel[...] = taps
     key.convolution.kernel[...] = jnp.concatenate([jnp.zeros_like(taps[:1]), taps[:-1]])
-    key.projection.kernel[...] = query.projection.kernel[...]
+    # A copy: parameters that share a buffer could not both be donated.
+    key.projection.kernel[...] = jnp.copy(query.projection.kernel[...])

@@ -67,6 +67,10 @@ class Algorithm:
         super().__init_subclass__(**arguments)
         forget(cls, {"descends": False, "keeps_statistics": False}, ("read", "inner_loss", "shapes"))
 
+    def with_momentum(self, momentum: bool) -> Algorithm | None:
+        """The same algorithm with momentum, or without it; None where there is no such one."""
+        return self if momentum == self.has_momentum else None
+
     def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
         """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim]."""
         return step_size
@@ -119,6 +123,12 @@ class GradientDescent(Algorithm):
         if not isinstance(self.steps, int) or self.steps < 1:
             raise ValueError(f"steps is {self.steps!r}: a token needs an integer of 1 or more, for example 2.")
 
+    def with_momentum(self, momentum: bool) -> Algorithm | None:
+        """See `Algorithm`: of a single step at the memory before it forgets."""
+        if not momentum:
+            return self
+        return Momentum() if self == GradientDescent() else None
+
     @property
     def linear_only(self) -> bool:
         return self.decay_first
@@ -129,6 +139,12 @@ class Momentum(Algorithm):
     """S_t = eta_t S_{t-1} - theta_t u_t, past and momentary surprise (Titans eq 9-10)."""
 
     has_momentum = True
+
+    def with_momentum(self, momentum: bool) -> Algorithm | None:
+        """See `Algorithm`."""
+        if momentum:
+            return self
+        return GradientDescent() if self == Momentum() else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +162,10 @@ class Omega(Algorithm):
 
     def __post_init__(self) -> None:
         check_window(self.window)
+
+    def with_momentum(self, momentum: bool) -> Algorithm:
+        """See `Algorithm`."""
+        return dataclasses.replace(self, has_momentum=momentum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +208,10 @@ class DeltaGradientDescent(Algorithm):
     """
 
     has_momentum: bool = False
+
+    def with_momentum(self, momentum: bool) -> Algorithm:
+        """See `Algorithm`."""
+        return dataclasses.replace(self, has_momentum=momentum)
 
     def inner_loss(
         self,
