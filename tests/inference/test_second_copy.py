@@ -5,18 +5,20 @@ import io
 import json
 import random
 import string
+from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from tests import child
 from tests.training.tiny import tiny_config
 from titans_jax.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.inference import Memory, Reader
 from titans_jax.training import load_run, train
 
-LETTERS = 16
-"""Of a text: different ones, in any order, so that only who has read it knows which one comes next."""
+LETTERS = 8
+"""Of a text: different ones of 16, in any order, so that only who has read it knows which one comes next."""
 
 MODEL = ModelConfig(
     pattern=("lmm",),
@@ -33,39 +35,50 @@ MODEL = ModelConfig(
 
 def texts(count: int, seed: int) -> list[str]:
     generator = random.Random(seed)
-    return ["".join(generator.sample(string.ascii_lowercase, LETTERS)) for _ in range(count)]
+    return ["".join(generator.sample(string.ascii_lowercase[:16], LETTERS)) for _ in range(count)]
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """Nats a letter of texts that a model trained in `folder` has not seen, with a fresh memory, with that of the same
+    text, kept in a file, and with that of another one."""
+    for name, count, seed in (("train", 10_000, 0), ("valid", 100, 1)):
+        lines = (json.dumps({"text": 4 * text}) + "\n" for text in texts(count, seed))
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    data = DataConfig(
+        source="jsonl", path=str(folder / "train.jsonl"), validation_path=str(folder / "valid.jsonl"),
+        sequence_length=72, batch_size=16,
+    )  # fmt: skip
+    config = tiny_config(MODEL, steps=500, log_every=100, evaluate_every=500, diagnostics_every=500, sample_tokens=0)
+    config = dataclasses.replace(
+        config, data=data, optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10),
+        training=dataclasses.replace(config.training, checkpoint_every=500),
+    )  # fmt: skip
+    train(config, folder / "run", Console(file=io.StringIO()))
+
+    run = load_run(folder / "run")
+    reader = Reader(run.graphdef, run.params, run.tokenizer)
+
+    def cost(memory: Memory, text: str) -> tuple[Memory, float]:
+        memory, loss = reader.read(memory, reader.encode(text, memory))
+        return memory, loss.nats / LETTERS
+
+    nats = {"fresh": [], "same": [], "other": []}
+    unseen = texts(8, seed=2)
+    for text, other in zip(unseen, unseen[1:] + unseen[:1], strict=True):
+        first, fresh = cost(reader.start(), text)
+        first.save(folder / "first.memory")
+        nats["fresh"].append(fresh)
+        nats["same"].append(cost(Memory.load(folder / "first.memory", reader), text)[1])
+        nats["other"].append(cost(cost(reader.start(), other)[0], text)[1])
+    return {name: float(np.mean(values)) for name, values in nats.items()}
 
 
 @pytest.mark.slow
 def test_a_second_copy_is_read_better_with_the_memory_of_the_first(tmp_path):
-    """A model trained on texts that are said four times, asked of texts it has not seen: read, kept in a file, loaded,
-    read once more. A fresh memory and that of another text know nothing of them: one of 26 letters is 3.26 nats."""
-    for name, count, seed in (("train", 10_000, 0), ("valid", 100, 1)):
-        lines = (json.dumps({"text": 4 * text}) + "\n" for text in texts(count, seed))
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    data = DataConfig(
-        source="jsonl", path=str(tmp_path / "train.jsonl"), validation_path=str(tmp_path / "valid.jsonl"),
-        sequence_length=72, batch_size=16,
-    )  # fmt: skip
-    config = tiny_config(MODEL, steps=800, log_every=100, evaluate_every=800, diagnostics_every=800, sample_tokens=0)
-    config = dataclasses.replace(
-        config, data=data, optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10),
-        training=dataclasses.replace(config.training, checkpoint_every=800),
-    )  # fmt: skip
-    train(config, tmp_path / "run", Console(file=io.StringIO()))
-
-    run = load_run(tmp_path / "run")
-    reader = Reader(run.graphdef, run.params, run.tokenizer)
-    nats = {"fresh": [], "same": [], "other": []}
-    unseen = texts(8, seed=2)
-    for text, other in zip(unseen, unseen[1:] + unseen[:1], strict=True):
-        first, loss = reader.read(reader.start(), reader.encode(text))
-        nats["fresh"].append(loss.nats / LETTERS)
-        first.save(tmp_path / "first.memory")
-        kept = Memory.load(tmp_path / "first.memory", reader)
-        nats["same"].append(reader.read(kept, reader.encode(text, kept))[1].nats / LETTERS)
-        others, _ = reader.read(reader.start(), reader.encode(other))
-        nats["other"].append(reader.read(others, reader.encode(text, others))[1].nats / LETTERS)
-    fresh, same, other = (np.mean(nats[name]) for name in ("fresh", "same", "other"))
-    assert fresh == pytest.approx(np.log(26), abs=0.3) and other > fresh - 0.1
-    assert same < fresh - 0.5, (fresh, same, other)
+    """By a model trained on texts that are said four times. A fresh memory and that of another text know nothing of
+    them: one of 16 letters is 2.77 nats. In optimised code, as 500 steps take twice as long without."""
+    program = "import json, pathlib, tests.inference.test_second_copy as test\n"
+    program += f"print(json.dumps(test.measure(pathlib.Path({str(tmp_path)!r}))))"
+    found = json.loads(child.run(program, XLA_FLAGS="").splitlines()[-1])
+    assert found["fresh"] == pytest.approx(np.log(16), abs=0.3) and found["other"] > found["fresh"] - 0.1
+    assert found["same"] < 1, found
