@@ -13,24 +13,15 @@ from rich.console import Console
 
 from tests import child
 from tests.training.tiny import tiny_config
-from titans_jax.config import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig
+from titans_jax.config import DataConfig, MemoryConfig, OptimizerConfig
 from titans_jax.inference import Memory, Reader
+from titans_jax.studies.models import small_model
 from titans_jax.training import load_run, train
 
 LETTERS = 8
 """Of a text: different ones of 16, in any order, so that only who has read it knows which one comes next."""
 
-MODEL = ModelConfig(
-    pattern=("lmm",),
-    dim=64,
-    depth=1,
-    num_heads=2,
-    head_dim=32,
-    num_persistent=0,
-    dtype="float32",
-    remat="none",
-    memory=MemoryConfig(expansion=2, chunk_size=8),
-)
+MODEL = small_model("titans", "lmm", dim=64, depth=1, head_dim=32, memory=MemoryConfig(expansion=2, chunk_size=8))
 
 
 def texts(count: int, seed: int) -> list[str]:
@@ -48,11 +39,9 @@ def measure(folder: Path) -> dict[str, float]:
         source="jsonl", path=str(folder / "train.jsonl"), validation_path=str(folder / "valid.jsonl"),
         sequence_length=72, batch_size=16,
     )  # fmt: skip
-    config = tiny_config(MODEL, steps=500, log_every=100, evaluate_every=500, diagnostics_every=500, sample_tokens=0)
-    config = dataclasses.replace(
-        config, data=data, optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10),
-        training=dataclasses.replace(config.training, checkpoint_every=500),
-    )  # fmt: skip
+    once = dict.fromkeys(("steps", "evaluate_every", "diagnostics_every", "checkpoint_every"), 500)
+    config = tiny_config(MODEL, log_every=100, sample_tokens=0, **once)
+    config = dataclasses.replace(config, data=data, optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=10))
     train(config, folder / "run", Console(file=io.StringIO()))
 
     run = load_run(folder / "run")
