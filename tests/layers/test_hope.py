@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from titans_jax import sharding
 from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, step_size_bound
 from titans_jax.config.validate import validate
 from titans_jax.layers import ContinuumMemory, SelfReferentialMemory
@@ -190,13 +189,6 @@ def test_what_is_called_a_step_of_one_removes_the_error_of_a_fresh_level():
 def test_memories_that_need_more_than_they_make_are_refused(preset):
     with pytest.raises(ConfigError, match=f"^model.memory.preset is {preset}, whose memories need more than a key"):
         SelfReferentialMemory(configured(preset=preset), rngs=nnx.Rngs(0))
-
-
-def test_heads_spread_over_devices_are_refused():
-    """On a mesh of three axes XLA gives other numbers."""
-    layer, mesh = layer_of(SelfReferentialMemory), jax.sharding.AbstractMesh((1, 1, 1, 2), sharding.AXES)
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ConfigError, match="mesh.tensor is 2; use 1 where blocks"):
-        jax.eval_shape(lambda x: layer(x)[0], inputs())
 
 
 @pytest.mark.parametrize("chunks", [(), (4, 6), (0, 4)])

@@ -38,7 +38,7 @@ from titans_jax.layers.scan_chunks import at, scan_chunks
 from titans_jax.layers.segments import flags_like
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.memory.rule.gate_choices import LearnedGate
-from titans_jax.sharding import head_shards, logical
+from titans_jax.sharding import BATCH, constrain, logical
 
 MEMORIES = ("key", "value", "step_size", "retention", "memory")
 """What is made by each memory, in the order in which they are stacked."""
@@ -143,12 +143,9 @@ class SelfReferentialMemory(HeadReads):
         Returns:
           y [b, t, dim], the state after x, and the report of M_memory (`memory_report`; none without `writes`). After
           documents the state can be looked at, but not read on from.
-
-        Raises:
-          ConfigError: heads are spread over devices (`mesh.tensor`).
         """
-        if head_shards() > 1:  # XLA's partitioner gives other numbers on a mesh of data, fsdp and tensor
-            raise ConfigError(f"mesh.tensor is {head_shards()}; use 1 where blocks hold self-referential memories")
+        # Else XLA's partitioner, on a mesh of data, fsdp and tensor, takes some rows of a batch for one another.
+        x = constrain(x, BATCH, None, None)
         start = self.start()
         if state is None:
             state = broadcast(start, x.shape[0])
