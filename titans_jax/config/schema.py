@@ -84,6 +84,13 @@ class MemoryConfig:
     """How training starts with the keys: as the queries of one token before, so that a memory says of a token what
     followed its like; or on their own. Without a convolution, or where a token has several keys or ones that are gates,
     always the latter."""
+    normalize_values: bool = False
+    """Give the values of every head a root mean square of 1, which is that of what a memory behind a norm says of a
+    token: what was written is then no small part of what is read. The papers normalise keys and queries only."""
+    value_skip: bool = False
+    """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
+    a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).
+    Mamba-3's memories have their own, which starts at 1."""
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""

@@ -42,6 +42,8 @@ LATER = {
     "continuum_order": "sequential",
     "local_chunks": (),
     "shard": 2048,
+    "normalize_values": False,
+    "value_skip": False,
 }
 """Fields of the memory's configuration that came after the first memory files, and the values with which a model is
 what it was without them: so a file of before is still one of the same model."""

@@ -3,7 +3,7 @@
     q, k, v = silu(conv(x W))          each its own projection and convolution; q and k to unit norm per head
     alpha, eta, theta = gates(x)       per token, head and fast matrix, or as the preset's paper has them
     theta = shared(theta, k)           among near keys of a chunk, where theta has a bound (`shared_steps`)
-    r = memory(q, k, v, gates)         titans_jax.memory, a batch and heads of it
+    r = memory(q, k, v, gates)         titans_jax.memory, a batch and heads of it; with `value_skip` + D v
     y = (rms_norm(r) * silu(x W_g)) W_o
 
 Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory.
@@ -37,6 +37,9 @@ from titans_jax.sharding import (
     logical,
     on_devices,
 )
+
+FIRST_SKIP = 0.5
+"""What the factor of `value_skip` starts at: with 1, recall is learned later (memory/what_was_tried.md)."""
 
 
 class MemoryLayerState(NamedTuple):
@@ -88,10 +91,11 @@ class NeuralMemory(HeadReads):
         projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
         gate = choices.complement_keys  # what a key's channel forgets decides both
         self.key = projected(unit_norm=not gate, logits=gate)
-        self.value = projected(unit_norm=False)
+        self.value = projected(unit_norm=config.memory.normalize_values)
         if config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1:
             start_as_induction(self.query, self.key)
         self._make_memories(config, rngs=rngs)
+        self.skip = self._make_skip(config, copies) if config.memory.value_skip else None
         self.make_output(config, rngs=rngs)
 
     def _make_memories(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
@@ -118,6 +122,18 @@ class NeuralMemory(HeadReads):
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
         self.rotation = Rotation(config, rngs=rngs) if choices.rotated_keys else None
+
+    def _make_skip(self, config: ModelConfig, copies: int) -> nnx.Param | None:
+        """The factors of `value_skip` [h]; none where a rotation has them."""
+        if copies > 1:
+            raise ConfigError(
+                f"model.memory.value_skip is True, and a token has {copies} values with preset "
+                f"{config.memory.preset}; use False"
+            )
+        if self.rotation is not None:
+            return None
+        start = jnp.full(config.num_heads, FIRST_SKIP, param_dtype(config))
+        return nnx.Param(logical(lambda: start, "heads")())
 
     def __call__(
         self,
@@ -180,6 +196,8 @@ class NeuralMemory(HeadReads):
         for name, module in self.inputs().items():
             initial_tail = None if start is None else start.tails[name]
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
+        if self.value.unit_norm:
+            features["value"] *= self.head_dim**0.5
         features["query"] = self.gates.queries(features["query"], features["key"])
         return features, MemoryLayerState(state.memory, state.tails | tails)
 
@@ -230,8 +248,11 @@ class NeuralMemory(HeadReads):
         return {"query": self.query, "key": self.key, "value": self.value}
 
     def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
-        """Reads with what a token's own values [b, t, h, d] add to them beside the memory, in Mamba-3."""
-        return reads if self.rotation is None else self.rotation.with_skip(reads, values)
+        """Reads with what a token's own values [b, t, h, d] add to them beside the memory, where they do."""
+        skip = self.skip if self.rotation is None else self.rotation.skip
+        if skip is None:
+            return reads
+        return reads + skip[...].astype(reads.dtype)[None, None, :, None] * values.astype(reads.dtype)
 
     def retrieve(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
         """Read weights [b, h, ...] with queries [b, t, h, d] and change nothing: [b, t, h, d]."""

@@ -125,11 +125,6 @@ class Rotation(nnx.Module):
         turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(turned.shape)
         return jnp.concatenate([turned, rest], axis=-1).astype(x.dtype)
 
-    def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
-        """y of reads and a token's own values, [b, t, h, d] each."""
-        skip = self.skip[...].astype(reads.dtype)[None, None, :, None]
-        return reads + skip * values.astype(reads.dtype)
-
     def start(self, dtype: jnp.dtype) -> RotationTail:
         """The tail before any token, without the batch axis; keys and values of `dtype`."""
         heads, head_dim = self.key_bias.shape
