@@ -158,6 +158,20 @@ def test_a_changed_text_is_tokenized_again(config, tmp_path, monkeypatch):
     assert sorted(targets_of(StoredRows(index, "train"))) == expected_targets(config, "train")
 
 
+def test_shards_that_are_not_as_they_were_written_are_written_again(config, tmp_path, monkeypatch):
+    """One is gone and one was cut between two starts."""
+    folder = tmp_path / "rows"
+    monkeypatch.setattr(MODULE, "write_index", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, str(folder), workers=1, shard_bytes=200)
+    monkeypatch.undo()
+    (folder / "train-00000.array_record").unlink()
+    cut = folder / "train-00001.array_record"
+    cut.write_bytes(cut.read_bytes()[:-5])
+    index = prepare(config, str(folder), workers=1, shard_bytes=200)
+    assert sorted(targets_of(StoredRows(index, "train"))) == expected_targets(config, "train")
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_killed_preparation_goes_on(config, tmp_path):

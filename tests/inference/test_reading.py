@@ -16,6 +16,7 @@ from titans_jax.config import ModelConfig
 from titans_jax.data import load_tokenizer
 from titans_jax.inference import Generator, Memory, MemoryFileError, Reader, Sampling
 from titans_jax.inference import reading as module
+from titans_jax.inference.command import tenths
 from titans_jax.training import load_run, train
 from titans_jax.training.run import init_model
 
@@ -110,9 +111,17 @@ def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
     params = {"anything": np.ones(3, np.float32)}
     assert module.fingerprint(ModelConfig(), params) == "436b105a71ec2c94"
     others = {"omega_window": 4, "caching": "gated", "cache_segment": 64, "cache_restart": True}
+    others |= {"normalize_values": True, "value_skip": True}
     for field, value in (others | {"local_chunks": (4,), "shard": 64}).items():
         memory = dataclasses.replace(ModelConfig().memory, **{field: value})
         assert module.fingerprint(ModelConfig(memory=memory), params) != "436b105a71ec2c94"
+
+
+def test_speeds_are_those_of_whole_pieces():
+    """A thousand tokens a second; the first piece, and each smaller one at the end, waits 10 s for the compiler."""
+    ends = [(0.0, 0), *((10.0 + n, 1000 * (n + 1)) for n in range(41)), (60.0, 41256), (70.0, 41272)]
+    assert tenths(ends) == pytest.approx([1000.0] * 10)
+    assert tenths(ends[:2]) == [100.0] and tenths(ends[:1]) == [0.0]
 
 
 @pytest.mark.slow
@@ -145,5 +154,16 @@ def test_a_trained_model_reads_on_from_what_it_has_read(tmp_path, capsys, monkey
     monkeypatch.setattr("sys.stdin", io.StringIO("def \nclass \n\n"))
     assert cli.main(["generate", str(run_dir), "--interactive", "--max_tokens", "4"]) == 0
     assert capsys.readouterr().out.count("> ") == 3
+    (tmp_path / "prompt.txt").write_bytes("é".encode() + b"\xff")
+    in_file = ["generate", str(run_dir), "--memory", file, "--prompt_file", str(tmp_path / "prompt.txt")]
+    assert cli.main([*in_file, "--max_tokens", "8"]) == 0
+    from_file = capsys.readouterr().out
+    assert cli.main(asked[:8]) == 0
+    assert capsys.readouterr().out == from_file and from_file.startswith("é?")
+    assert cli.main([*in_file, "--prompt", "x"]) == 2
+    assert "prompt and prompt_file are both given; use one of them" in capsys.readouterr().err
+    assert cli.main(["generate", str(run_dir), "--prompt_file", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere', which is no file; give a text file" in capsys.readouterr().err
+    assert Path(file).stat().st_mode == book.stat().st_mode
     assert cli.main(["read", str(run_dir), str(tmp_path / "nowhere")]) == 2
     assert "nowhere', which is no file; give text files" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_a_second_stage_begins_with_the_weights_of_other_chunks(monkeypatch):
     params = nnx.to_pure_dict(nnx.state(small.build(first)))
     monkeypatch.setattr(runs, "load_run", lambda source: SimpleNamespace(params=params, tokenizer_name="byte"))
     config = Config(model=second, data=DataConfig(), training=TrainingConfig(init_from="runs/first"))
-    jax.tree.map(np.testing.assert_array_equal, runs.initial_weights(config), params)
+    jax.tree.map(np.testing.assert_array_equal, runs.initial_weights(config).params, params)
     fewer = dataclasses.replace(second, memory=dataclasses.replace(second.memory, local_chunks=(2,)))
     with pytest.raises(ConfigError, match="whose .*memory.local.1.* is .*, and this model's is absent"):
         runs.initial_weights(dataclasses.replace(config, model=fewer))

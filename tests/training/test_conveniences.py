@@ -18,7 +18,7 @@ from titans_jax import cli
 from titans_jax.config import ConfigError, OptimizerConfig
 from titans_jax.training import metrics
 from titans_jax.training.metrics import MetricsWriter, read_metrics
-from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer, muon_dimensions
+from titans_jax.training.optimizer import groups, learning_rate_schedule, make_optimizer, muon_dimensions
 from titans_jax.training.run import abstract_model, init_model, initial_weights
 
 SMALL = (
@@ -78,6 +78,18 @@ def test_muon_takes_every_matrix_of_a_model_but_the_head():
     names = {jax.tree_util.keystr(path, simple=True, separator=".") for path, leaf in found if leaf is not None}
     assert "cycles.blocks.0.attention.query.kernel" in names and "cycles.blocks.0.feed_forward.down.kernel" in names
     assert not any("embedding" in name or "scale" in name or name.startswith("head") for name in names)
+
+
+def test_every_parameter_is_in_one_group_of_the_optimizer():
+    """Muon's are the ones that it has axes for; what is decayed does not depend on the rule."""
+    params = abstract_model(MODEL)[1]
+    muon, adamw = (groups(OptimizerConfig(name=name), params) for name in ("muon", "adamw"))
+    is_axes = lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)  # noqa: E731
+    size = lambda axes, leaf: leaf.size if axes else 0  # noqa: E731
+    of_muon = jax.tree.map(size, muon_dimensions(params), params, is_leaf=is_axes)
+    assert muon["muon, decayed"] == sum(jax.tree.leaves(of_muon)) and "muon, not decayed" not in muon
+    assert sum(muon.values()) == sum(adamw.values()) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert adamw["adamw, not decayed"] == muon["adamw, not decayed"] > 0
 
 
 def test_where_scalars_go(tmp_path, monkeypatch):
@@ -140,6 +152,7 @@ def test_a_dry_run_writes_nothing(file, tmp_path, capsys, monkeypatch):
     for line in (
         "training.steps",
         "parameters  ",
+        " adamw, not decayed",
         "text  ",
         "2 steps of 256: 512",
         "memory of a step",
@@ -154,20 +167,26 @@ def test_training_begins_with_the_weights_of_another_run(file, tmp_path, capsys,
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     from titans_jax.training import load_run, train
 
+    said = io.StringIO()
+
     def metrics_of(name, **fields):
         config = tiny_config(steps=2, sample_tokens=0, evaluate_every=2, run_dir=str(tmp_path / name), **fields)
-        train(config, tmp_path / name, Console(file=io.StringIO()))
+        train(config, tmp_path / name, Console(file=said, width=1000))
         return [line for line in read_metrics(tmp_path / name) if line["kind"] == "train"]
 
     first = metrics_of("first")
     second = metrics_of("second", init_from=str(tmp_path / "first"), z_loss=1e-3)
+    assert said.getvalue().count(f"beginning with the weights of {tmp_path / 'first'}, step 2") == 1
+    assert said.getvalue().count("not as there: ") == said.getvalue().count("training.z_loss is 0.001, was 0.0") == 1
     assert "z_loss" not in first[0] and all(line["z_loss"] > 0 for line in second)
     assert second[0]["loss"] < first[0]["loss"] and second[0]["loss"] == pytest.approx(first[1]["loss"], abs=0.3)
     third = load_run(tmp_path / "first")
     config = tiny_config(init_from=str(tmp_path / "first"))
-    for ours, theirs in zip(jax.tree.leaves(initial_weights(config)), jax.tree.leaves(third.params), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(initial_weights(config).params), jax.tree.leaves(third.params), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, hidden_dim=192))
     with pytest.raises(ConfigError, match="whose cycles.blocks.0.feed_forward.* is .*, and this model's is .*; use"):
         initial_weights(wider)
-    assert jax.tree.structure(init_model(config.model, 0)[1]) == jax.tree.structure(initial_weights(config))
+    assert jax.tree.structure(init_model(config.model, 0)[1]) == jax.tree.structure(initial_weights(config).params)

@@ -189,12 +189,13 @@ def _portions(
 
 
 def _done(target: epath.Path, portion: Portion) -> Shard | None:
-    """The shard of a portion that an earlier start wrote, if it was of the same text."""
-    note = target / f"{portion.name}.json"
-    if not note.exists():
+    """The shard of a portion that an earlier start wrote, if it was of the same text and is there as it was."""
+    note, file = target / f"{portion.name}.json", target / portion.name
+    if not note.exists() or not file.exists():
         return None
     found = json.loads(note.read_text())
-    return Shard(**found["shard"]) if found["text"] == portion.digest() else None
+    shard = Shard(**found["shard"])
+    return shard if found["text"] == portion.digest() and file.stat().length == shard.size else None
 
 
 def write_shard(folder: str, tokenizer: Tokenizer, settings: dict[str, Any], portion: Portion) -> Shard:

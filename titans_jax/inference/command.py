@@ -3,6 +3,7 @@
 What a command can be told is a dataclass: its fields are the options, with their types, defaults and help.
 """
 
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional
 
-from titans_jax.config import DataConfig
+from titans_jax.config import ConfigError, DataConfig
 from titans_jax.data import open_documents
 from titans_jax.inference.generate import Generator
 from titans_jax.inference.reading import Loss, Memory, MemoryFileError, Reader
@@ -36,6 +37,8 @@ class GenerateOptions:
     """The folder that training wrote."""
     prompt: str = ""
     """Text to continue; empty begins a document."""
+    prompt_file: Path | None = None
+    """A file with the text to continue, where it is too long for a command line."""
     memory: Path | None = None
     """What the model has read before the prompt: a file of `titans read`, which stays as it is."""
     max_tokens: int = 512
@@ -76,6 +79,8 @@ class ReadOptions:
 
 def generate(options: GenerateOptions, run: "Run", sampling: Sampling) -> None:
     """Print continuations."""
+    if options.prompt_file is not None:
+        options = dataclasses.replace(options, prompt=_text_of(options), prompt_file=None)
     generator = Generator(run.graphdef, run.tokenizer, sampling)
     reader = Reader(run.graphdef, run.params, run.tokenizer) if options.memory or options.interactive else None
     memory = Memory.load(options.memory, reader) if options.memory else None
@@ -86,6 +91,19 @@ def generate(options: GenerateOptions, run: "Run", sampling: Sampling) -> None:
             print(f"--- sample {number + 1} of {options.samples}, seed {options.seed + number}")
         _print(options.prompt)
         _say(options, run, generator, options.prompt, memory, options.seed + number)
+
+
+def _text_of(options: GenerateOptions) -> str:
+    """What `prompt_file` holds, bytes that are no UTF-8 as a prompt on the command line has them.
+
+    Raises:
+      ConfigError: there is no such file, or a prompt too.
+    """
+    if options.prompt:
+        raise ConfigError("prompt and prompt_file are both given; use one of them")
+    if not options.prompt_file.is_file():
+        raise ConfigError(f"prompt_file is {str(options.prompt_file)!r}, which is no file; give a text file")
+    return options.prompt_file.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def _converse(
@@ -190,7 +208,17 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
                 print(text, file=sys.stderr, flush=True)
 
         memory, loss = reader.read(memory, reader.encode(texts(), memory), told)
-    # The first piece waits for the compiler.
+    return memory, loss, tenths(marks)
+
+
+def tenths(marks: list[tuple[float, int]]) -> list[float]:
+    """Tokens a second in each tenth of a reading, of the times at which its pieces were read and the tokens until then.
+
+    The first piece waits for the compiler, and so does every smaller one behind the last of the largest.
+    """
+    sizes = np.diff([tokens for _, tokens in marks])
+    if len(sizes):
+        marks = marks[: int(np.flatnonzero(sizes == sizes.max())[-1]) + 2]
     marks = marks[1:] if len(marks) > 2 else marks
     parts = np.array_split(np.arange(len(marks)), min(10, len(marks) - 1) or 1)
     ends = [0, *(int(part[-1]) for part in parts)]
@@ -199,4 +227,4 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
         for a, b in zip(ends, ends[1:], strict=False)
         if b > a
     ]
-    return memory, loss, speeds or [0.0]
+    return speeds or [0.0]

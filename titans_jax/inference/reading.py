@@ -78,13 +78,11 @@ class Memory:
         Raises:
           OSError: it cannot be written; what was there before is whole.
         """
-        from safetensors.numpy import save_file
-
         arrays = {name: np.array(leaf, order="C") for name, leaf in named_leaves(self.state).items()}
         about = {"format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens), "last": str(self.last)}
         target = Path(file)
         writing = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        save_file(arrays, writing, {"titans_jax_memory": json.dumps(about)})
+        save_arrays(arrays, writing, {"titans_jax_memory": json.dumps(about)})
         writing.replace(target)
 
     @classmethod
@@ -214,6 +212,16 @@ class Reader:
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Arrays of a pytree by their path, as "0.memory.memory.weights.1"."""
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def save_arrays(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -> None:
+    """Write safetensors with the permissions of any other file: the library's own are the writer's alone."""
+    from safetensors.numpy import save_file
+
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(arrays, file, metadata)
+    file.chmod(mode)
 
 
 def fingerprint(config: ModelConfig, params: Any) -> str:

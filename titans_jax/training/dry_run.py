@@ -10,7 +10,7 @@ from titans_jax import data, sharding
 from titans_jax.config import Config, leaves
 from titans_jax.models import granularity, training_flops_per_token
 from titans_jax.training.mesh import use_mesh
-from titans_jax.training.optimizer import make_optimizer
+from titans_jax.training.optimizer import groups, make_optimizer
 from titans_jax.training.run import check_vocabulary, init_model
 from titans_jax.training.step import make_train_step
 
@@ -39,6 +39,8 @@ def dry_run(config: Config) -> None:
         graphdef, params = init_model(config.model, config.training.seed)
         count = sum(x.size for x in jax.tree.leaves(params))
         print(f"\nparameters        {count:,}")
+        labels = (f"{size:,} {label}" for label, size in groups(config.optimizer, params).items())
+        print(f"optimizer         {'; '.join(labels)}")
         print(f"text              {batches.statistics}")
         print(
             f"tokens            {steps:,} steps of {tokens:,}: {steps * tokens:,} ({_epochs(batches, steps * tokens)})"

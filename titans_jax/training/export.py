@@ -27,7 +27,7 @@ from tyro.conf import Positional
 import titans_jax
 from titans_jax.config import Config, ConfigError, from_saved, leaves, to_dict
 from titans_jax.config.validate import check_types
-from titans_jax.inference.reading import named_leaves
+from titans_jax.inference.reading import named_leaves, save_arrays
 from titans_jax.plots import save_csv, save_json
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
 from titans_jax.training.metrics import read_metrics
@@ -76,12 +76,10 @@ def export_safetensors(run: "Run", folder: Path) -> None:
     Raises:
       ConfigError: the folder is there and not empty.
     """
-    from safetensors.numpy import save_file
-
     with whole_folder(folder) as writing:
         arrays = {name: np.array(leaf, order="C") for name, leaf in named_leaves(run.params).items()}
         about = {"format": FORMAT, "version": titans_jax.__version__, "step": run.step}
-        save_file(arrays, writing / WEIGHTS, {HEADER: json.dumps(about)})
+        save_arrays(arrays, writing / WEIGHTS, {HEADER: json.dumps(about)})
         save_csv([describe(name, array, run.config) for name, array in arrays.items()], writing / "tensors.csv")
         save_json(to_dict(run.config), writing / "config.json")
         _copy_tokenizer(run, writing)

@@ -39,6 +39,7 @@ from titans_jax.training.profile import Profile
 from titans_jax.training.report import Report, RunDescription, TrainingStopped, say
 from titans_jax.training.resume import changes, check_same_run
 from titans_jax.training.run import (
+    InitialWeights,
     Run,
     check_vocabulary,
     copy_tokenizer,
@@ -159,7 +160,7 @@ class Session:
 class Trainer:
     """One run: its compiled functions, its state on the devices, and what it writes."""
 
-    def __init__(self, config: Config, text: Text, session: Session, initial: Any = None):
+    def __init__(self, config: Config, text: Text, session: Session, initial: InitialWeights | None = None):
         self.config, self.run_dir, self.console, self.mesh = config, session.run_dir, session.console, session.mesh
         self.checkpoints, self.stop, self.goodput = session.checkpoints, session.stop, session.goodput
         self.identity, self.lock = session.identity, session.lock
@@ -173,7 +174,7 @@ class Trainer:
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         graphdef, params = init_model(config.model, config.training.seed)
         if initial is not None:
-            params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), initial, params)
+            params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), initial.params, params)
         self.state: State = {"params": params, "optimizer": optimizer.init(params)}
         if self.mesh:
             self.state = jax.tree.map(self._on_mesh, self.state)
@@ -186,6 +187,7 @@ class Trainer:
         self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None
         self.diagnostics: dict[str, np.ndarray] = {}  # the latest
         self.graphdef, self.generator = graphdef, Generator(graphdef, self.tokenizer)
+        self.begun = [] if initial is None else initial.said
         self.step = self._resume()
 
     def run(self) -> None:
@@ -367,6 +369,8 @@ class Trainer:
             used, limit = stats["bytes_in_use"] / 1e9, stats["bytes_limit"] / 1e9
             self.report.say(f"memory of a device before the first step: {used:.2f} of {limit:.2f} GB in use")
         self.report.say(f"training text: {self.batches.statistics}")
+        for line in self.begun:
+            self.report.say(line)
         if self.step:
             self.report.say(f"going on from the checkpoint of step {self.step}")
             for change in self.changes:

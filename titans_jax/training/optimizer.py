@@ -43,12 +43,27 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
 
 
+def groups(config: OptimizerConfig, params: Any) -> dict[str, int]:
+    """How many parameters each rule of the optimizer takes, by its label: with and without weight decay."""
+    counts: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        muon = config.name == "muon" and takes_muon(path, leaf)
+        label = f"{'muon' if muon else 'adamw'}, {'decayed' if decays(path) else 'not decayed'}"
+        counts[label] = counts.get(label, 0) + leaf.size
+    return counts
+
+
+def takes_muon(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+    """Whether Muon takes the parameter at this tree path where it is chosen: a matrix, or several of a stack."""
+    return decays(path) and path[0].key != "head" and leaf.ndim in (2, 3)
+
+
 def muon_dimensions(params: Any) -> Any:
     """For every parameter its axes as Muon's matrix, None where AdamW takes it; a leading axis of layers is of several
     matrices."""
 
     def of(path: tuple[Any, ...], leaf: jax.Array) -> Any:
-        if not decays(path) or path[0].key == "head" or leaf.ndim not in (2, 3):
+        if not takes_muon(path, leaf):
             return None
         return optax.contrib.MuonDimensionNumbers(reduction_axis=leaf.ndim - 2, output_axis=leaf.ndim - 1)
 

@@ -87,6 +87,17 @@ def changes(saved: Config, config: Config) -> list[str]:
     ]
 
 
+def differing(start: Config, config: Config) -> list[str]:
+    """What a person is told of a run that begins with another one's weights: the fields of text, optimizer and model
+    that are not that run's, as `changes` has them."""
+    sections = ("model.", "data.", "optimizer.", "training.z_loss", "training.gradient_accumulation")
+    return [
+        f"{name} is {now}, was {before}"
+        for name, before, now in _differences(start, config)
+        if name.startswith(sections)
+    ]
+
+
 def _differences(saved: Config, config: Config) -> list[tuple[str, object, object]]:
     """(name, value then, value now) of the fields that are not the same."""
     before = leaves(saved)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -24,7 +24,7 @@ from titans_jax.models import LanguageModel, make_model
 from titans_jax.models.stack import LANGUAGE_MODEL
 from titans_jax.training import export
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
-from titans_jax.training.resume import own_tokenizer
+from titans_jax.training.resume import differing, own_tokenizer
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,14 @@ def make_init(config: ModelConfig) -> Callable[[jax.Array], dict[str, Any]]:
     return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(make_model(config, rngs=nnx.Rngs(key)))))
 
 
-def initial_weights(config: Config) -> dict[str, Any]:
+class InitialWeights(NamedTuple):
+    """What a run begins with: parameters, and in words whose they are and which fields are not that run's."""
+
+    params: dict[str, Any]
+    said: list[str]
+
+
+def initial_weights(config: Config) -> InitialWeights:
     """The parameters of the run that `training.init_from` names, as the tree of this configuration's model.
 
     Raises:
@@ -177,7 +184,9 @@ def initial_weights(config: Config) -> dict[str, Any]:
                 f"{_size(now)}; use the model.* fields of that run's config.json"
             )
     leaves = [have[name].astype(leaf.dtype) for name, leaf in want.items()]
-    return jax.tree.unflatten(jax.tree.structure(abstract_model(config.model)[1]), leaves)
+    params = jax.tree.unflatten(jax.tree.structure(abstract_model(config.model)[1]), leaves)
+    said = [f"beginning with the weights of {source}, step {run.step}"]
+    return InitialWeights(params, said + [f"not as there: {each}" for each in differing(run.config, config)])
 
 
 def _size(shape: tuple[int, ...] | None) -> str:
