@@ -146,12 +146,18 @@ def test_a_stop_costs_what_was_being_written(config, tmp_path, monkeypatch):
     }
 
 
-def test_a_changed_text_is_tokenized_again(config, tmp_path, monkeypatch):
+def stopped_before_the_index(config, tmp_path, monkeypatch):
+    """A folder with all shards and no index."""
     folder = tmp_path / "rows"
     monkeypatch.setattr(MODULE, "write_index", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         prepare(config, str(folder), workers=1, shard_bytes=200)
     monkeypatch.undo()
+    return folder
+
+
+def test_a_changed_text_is_tokenized_again(config, tmp_path, monkeypatch):
+    folder = stopped_before_the_index(config, tmp_path, monkeypatch)
     first = Path(config.path) / "000.txt"
     first.write_text(first.read_text().upper())
     index = prepare(config, str(folder), workers=1, shard_bytes=200)
@@ -160,11 +166,7 @@ def test_a_changed_text_is_tokenized_again(config, tmp_path, monkeypatch):
 
 def test_shards_that_are_not_as_they_were_written_are_written_again(config, tmp_path, monkeypatch):
     """One is gone and one was cut between two starts."""
-    folder = tmp_path / "rows"
-    monkeypatch.setattr(MODULE, "write_index", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        prepare(config, str(folder), workers=1, shard_bytes=200)
-    monkeypatch.undo()
+    folder = stopped_before_the_index(config, tmp_path, monkeypatch)
     (folder / "train-00000.array_record").unlink()
     cut = folder / "train-00001.array_record"
     cut.write_bytes(cut.read_bytes()[:-5])
