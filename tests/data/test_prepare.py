@@ -25,6 +25,7 @@ from titans_jax.data import (
     validation_by_source,
 )
 from titans_jax.data import prepare as preparing
+from titans_jax.data.errors import DataError
 from titans_jax.data.stored import INDEX, StoredRows, decode_row, encode_row, read_index
 
 TOKENIZER = load_tokenizer("byte")
@@ -144,6 +145,24 @@ def test_a_stop_costs_what_was_being_written(config, tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
         file.name: file.read_bytes() for file in undisturbed.iterdir()
     }
+
+
+def test_two_preparations_in_one_folder_are_told_apart(config, tmp_path, monkeypatch):
+    """What the other one's end removes is what a first one is still writing."""
+    from array_record.python import array_record_module
+
+    class Removed(array_record_module.ArrayRecordWriter):
+        def __init__(self, file, options):
+            super().__init__(file, options)
+            self.file = Path(file)
+
+        def close(self):
+            super().close()
+            self.file.unlink()
+
+    monkeypatch.setattr(array_record_module, "ArrayRecordWriter", Removed)
+    with pytest.raises(DataError, match="was removed while it was written: another preparation in the same folder"):
+        prepare(config, str(tmp_path / "rows"), workers=1, shard_bytes=200)
 
 
 def stopped_before_the_index(config, tmp_path, monkeypatch):

@@ -199,7 +199,11 @@ def _done(target: epath.Path, portion: Portion) -> Shard | None:
 
 
 def write_shard(folder: str, tokenizer: Tokenizer, settings: dict[str, Any], portion: Portion) -> Shard:
-    """Tokenize, pack and write a portion, then its note."""
+    """Tokenize, pack and write a portion, then its note.
+
+    Raises:
+      DataError: another preparation has removed what was being written.
+    """
     from array_record.python.array_record_module import ArrayRecordWriter
 
     corpus, documents = _corpus(portion, tokenizer)
@@ -217,6 +221,11 @@ def write_shard(folder: str, tokenizer: Tokenizer, settings: dict[str, Any], por
         for index in range(len(rows)):
             writer.write(encode_row(rows, index))
         writer.close()
+        if not writing.exists():
+            raise DataError(
+                f"{writing} was removed while it was written: another preparation in the same folder has ended; run "
+                "one at a time"
+            )
         size, sha256 = sha256_of(writing)
         if is_local(target):
             writing.replace(place / portion.name)
