@@ -85,9 +85,13 @@ def test_a_second_stage_begins_with_the_weights_of_other_chunks(monkeypatch):
     first = hierarchy("lmm", dtype="float32", memory={"chunk_size": 16, "local_chunks": (8, 4), "shard": 16})
     second = dataclasses.replace(first, memory=dataclasses.replace(first.memory, local_chunks=(2, 1)))
     params = nnx.to_pure_dict(nnx.state(small.build(first)))
-    monkeypatch.setattr(runs, "load_run", lambda source: SimpleNamespace(params=params, tokenizer_name="byte"))
+    of_first = SimpleNamespace(params=params, tokenizer_name="byte", step=7, config=Config(model=first))
+    monkeypatch.setattr(runs, "load_run", lambda source: of_first)
     config = Config(model=second, data=DataConfig(), training=TrainingConfig(init_from="runs/first"))
-    jax.tree.map(np.testing.assert_array_equal, runs.initial_weights(config).params, params)
+    found, said = runs.initial_weights(config)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert said[0].endswith("runs/first, step 7")
+    assert said[1:] == ["not as there: model.memory.local_chunks is (2, 1), was (8, 4)"]
     fewer = dataclasses.replace(second, memory=dataclasses.replace(second.memory, local_chunks=(2,)))
     with pytest.raises(ConfigError, match="whose .*memory.local.1.* is .*, and this model's is absent"):
         runs.initial_weights(dataclasses.replace(config, model=fewer))
