@@ -325,11 +325,11 @@ def configs(arguments: list[str]) -> None:
     Console().print(table)
 
 
-BENCHMARKS = ("memory", "train", "gradients", "hierarchy", "schedule")
+BENCHMARKS = ("memory", "train", "gradients", "hierarchy", "peer", "schedule")
 
 
 def bench(arguments: list[str]) -> None:
-    """titans bench memory | train | gradients | hierarchy | schedule [...]"""
+    """titans bench memory | train | gradients | hierarchy | peer | schedule [...]"""
     name, *rest = arguments or [""]
     if name in ("--help", "-h"):
         print(f"usage: titans bench {' | '.join(BENCHMARKS)} [...]\n\ntitans bench NAME --help lists fields.")

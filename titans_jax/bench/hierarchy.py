@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from titans_jax import plots
+from titans_jax import plots, sharding
 from titans_jax.bench.timing import seconds
 from titans_jax.config import Config, MemoryConfig, ModelConfig
 from titans_jax.layers import memory_layer
@@ -97,10 +97,10 @@ def main(options: Options) -> None:
     plots.save_csv(rows, Path(options.output) / "hierarchy.csv")
 
 
-def gradient(model: ModelConfig, length: int) -> Callable[[], jax.Array]:
-    """The compiled gradient of a layer on one row, with respect to its parameters and its input."""
+def gradient(model: ModelConfig, length: int, rows: int = 1) -> Callable[[], jax.Array]:
+    """The compiled gradient of a layer on rows of tokens, with respect to its parameters and its input."""
     graphdef, params = nnx.split(memory_layer(model, rngs=nnx.Rngs(0)))
-    x = jax.random.normal(jax.random.key(1), (1, length, model.dim))
+    x, params = sharding.spread(jax.random.normal(jax.random.key(1), (rows, length, model.dim)), params)
 
     def loss(params: nnx.State, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(nnx.merge(graphdef, params)(x)[0]))

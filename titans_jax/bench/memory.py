@@ -163,10 +163,11 @@ def gradient_of_everything(rule: memory.MemoryRule, form: str):
         reads, _ = memory.memorize(rule, params, state, queries, keys, values, gates, form)
         return reads
 
-    heads = jax.vmap(head)
-    rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
+    rows = jax.vmap(jax.vmap(head))
 
     def loss(params, queries, keys, values, gates):
+        # One copy a row, as in a layer: its gradient would else be summed over devices at every chunk of the scan.
+        params = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(queries), *x.shape)), params)
         return jnp.sum(jnp.square(rows(params, queries, keys, values, gates)))
 
     return jax.grad(loss, argnums=(0, 1, 2, 3, 4))

@@ -3,6 +3,7 @@
 Medians of single calls, one process, after compilation. Tokens are random: no time goes into data.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +58,8 @@ def main(options: Options) -> None:
     console = Console()
     console.print(f"{kinds}, {count:,} parameters, {model.dtype}, on {sharding.machine()}")
     peak = matmul_peak(model.dtype)
-    seconds, temporaries = time_training(graphdef, params, options)
+    step, temporaries = training_step(graphdef, params, options.batch_size, options.sequence_length)
+    seconds = median_seconds(step, options.repeats)
     tokens = options.batch_size * options.sequence_length
     achieved = training_flops_per_token(model, options.sequence_length) * tokens / seconds
     table = Table("measured", "value", "unit")
@@ -66,17 +68,21 @@ def main(options: Options) -> None:
     table.add_row("", f"{temporaries / 2**20:,.0f}", "MiB of temporaries")
     table.add_row("", f"{achieved / 1e9:,.1f}", "GFLOP/s, counted analytically")
     table.add_row("", f"{achieved / peak:.1%}", f"of this machine's matmul, {peak / 1e9:,.0f} GFLOP/s")
-    for context, seconds in time_decoding(graphdef, params, options):
+    longest = max(options.contexts) + 2 * options.decode_tokens
+    for context in options.contexts:
+        seconds = median_seconds(decoding(graphdef, params, context, longest), options.decode_tokens)
         table.add_row(f"decoding after {context:,} tokens", f"{1 / seconds:,.0f}", "tokens/s")
     console.print(table)
 
 
-def time_training(graphdef: nnx.GraphDef, params: Any, options: Options) -> tuple[float, int]:
-    """Median seconds of a training step, and bytes of its temporaries."""
+def training_step(
+    graphdef: nnx.GraphDef, params: Any, batch_size: int, sequence_length: int
+) -> tuple[Callable[[], jax.Array], int]:
+    """A compiled training step of AdamW on random bytes, to be called again and again, and bytes of its temporaries."""
     optimizer = make_optimizer(OptimizerConfig(), steps=1000)
     state = {"params": jax.tree.map(jnp.copy, params), "optimizer": optimizer.init(params)}
-    shape = (options.batch_size, options.sequence_length)
-    tokens = np.random.default_rng(0).integers(0, options.model.vocab_size, shape).astype(np.int32)
+    shape = (batch_size, sequence_length)
+    tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones(shape, np.int32)}
     batch, state = sharding.spread(batch, state)
     step = make_train_step(graphdef, optimizer, accumulation=1).lower(state, batch).compile()
@@ -86,28 +92,24 @@ def time_training(graphdef: nnx.GraphDef, params: Any, options: Options) -> tupl
         state, metrics = step(state, batch)
         return metrics["loss"]
 
-    return median_seconds(run, options.repeats), step.memory_analysis().temp_size_in_bytes * jax.device_count()
+    return run, step.memory_analysis().temp_size_in_bytes * jax.device_count()
 
 
-def time_decoding(graphdef: nnx.GraphDef, params: Any, options: Options) -> list[tuple[int, float]]:
-    """(context, median seconds per token) for one row, after each context has been read."""
-    longest = max(options.contexts) + 2 * options.decode_tokens
+def decoding(graphdef: nnx.GraphDef, params: Any, context: int, longest: int) -> Callable[[], jax.Array]:
+    """The compiled reading of one more token of one row, `context` tokens of which are read; at most `longest`."""
     read = jax.jit(lambda params, tokens, state: prefill(nnx.merge(graphdef, params), tokens, state)[1])
     step = jax.jit(
         lambda params, token, state: decode_step(nnx.merge(graphdef, params), token, state), donate_argnums=2
     )
     piece = 256
-    measured = []
-    for context in options.contexts:
-        state = jax.jit(lambda params: nnx.merge(graphdef, params).init_state(1, longest))(params)
-        for _ in range(-(-context // piece)):
-            state = read(params, np.zeros((1, piece), np.int32), state)
-        token = jnp.zeros((1,), jnp.int32)
+    state = jax.jit(lambda params: nnx.merge(graphdef, params).init_state(1, longest))(params)
+    for _ in range(-(-context // piece)):
+        state = read(params, np.zeros((1, piece), np.int32), state)
+    token = jnp.zeros((1,), jnp.int32)
 
-        def run() -> jax.Array:
-            nonlocal state
-            logits, state = step(params, token, state)  # noqa: B023 (called before the next context)
-            return logits
+    def run() -> jax.Array:
+        nonlocal state
+        logits, state = step(params, token, state)
+        return logits
 
-        measured.append((context, median_seconds(run, options.decode_tokens)))
-    return measured
+    return run
