@@ -67,21 +67,21 @@ CASES = {
 }
 
 
-def run(names, backend, arguments):
-    """(reads, W, S) of the only block and matrix."""
+def run(names, backend, arguments, learned):
+    """(reads, reads of the change since `learned`, W, S) of the only block and matrix."""
     gates, start, momentum, inner, deltas, queries = arguments
 
     @jax.jit
-    def answer(gates, start, momentum, inner, deltas, queries):
+    def answer(gates, start, momentum, inner, deltas, queries, learned):
         (matrix,) = intra_chunks(gates, backend)
         matrix = jax.tree.map(lambda leaf: leaf[0], matrix)
         momentum = momentum if "momentum" in names else None
-        reads = matrix.read(queries, start, momentum, inner, deltas, inner.dtype)
-        return reads, *matrix.carry(backend, start, momentum, inner, deltas, inner.dtype)
+        reads = [matrix.read(queries, start, momentum, inner, deltas, x, inner.dtype) for x in (None, learned)]
+        return *reads, *matrix.carry(backend, start, momentum, inner, deltas, inner.dtype)
 
     with jax.enable_x64(True):
         start = jax.tree.map(jnp.asarray, start)
-        return answer(block_gates(gates), start, *map(jnp.asarray, (momentum, inner, deltas, queries)))
+        return answer(block_gates(gates), start, *map(jnp.asarray, (momentum, inner, deltas, queries, learned)))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,10 @@ def test_reads_and_state_are_those_of_the_formed_matrices(case, inputs, outputs,
     arguments = draw(CASES[case], inputs, outputs)
     gates, start, momentum, inner, deltas, queries = arguments
     formed, pushed = matrices(start, momentum, inner, deltas, gates)
-    reads, weights, carried = run(CASES[case], backend, arguments)
+    learned = np.random.default_rng(2).normal(size=start.shape)
+    reads, since_learned, weights, carried = run(CASES[case], backend, arguments, learned)
     np.testing.assert_allclose(reads, np.einsum("ti,tio->to", queries, formed), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(since_learned, np.einsum("ti,tio->to", queries, learned + formed), rtol=0, atol=1e-12)
     np.testing.assert_allclose(weights, formed[-1], rtol=0, atol=1e-12)
     if "momentum" in CASES[case]:
         np.testing.assert_allclose(carried, pushed, rtol=0, atol=1e-12)

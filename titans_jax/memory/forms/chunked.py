@@ -139,11 +139,11 @@ class ChunkwiseGradient(ChunkAlgorithm):
 
         def linear(carried, deltas, i, x):
             """x times the fast matrix i after every token's own write."""
-            matrix = prepared.matrices[i]
-            moved = matrix.read(x, carried[i], momenta[i], found.inputs[i], deltas[i], operand_dtype)
-            if retention.linear or retention.homogeneous:
-                if rule.forget_to_start:
-                    moved = matmul(x, params["weights"][i], operand_dtype) + moved
+            scales = retention.linear or retention.homogeneous
+            learned = params["weights"][i] if rule.forget_to_start and scales else None
+            matrix, written = prepared.matrices[i], (found.inputs[i], deltas[i])
+            moved = matrix.read(x, carried[i], momenta[i], *written, learned, operand_dtype)
+            if scales:
                 return moved if retention.linear else slopes[i] * moved
             return matmul(x, anchor[i] - slopes[i] * start.anchor[i], operand_dtype) + slopes[i] * moved
 

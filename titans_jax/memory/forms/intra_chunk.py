@@ -39,8 +39,9 @@ class IntraChunk:
     by_input: channel_decay.ChannelDecay | channel_decay_pallas.ChannelDecay | None = None
     by_output: channel_decay.ChannelDecay | channel_decay_pallas.ChannelDecay | None = None
 
-    def read(self, x, start, momentum, inner, deltas, operand_dtype):
-        """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i."""
+    def read(self, x, start, momentum, inner, deltas, learned, operand_dtype):
+        """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i; learned: what start
+        is the change since, None where it is all."""
         if self.by_input is None:
             scores = inner_products(x, inner, operand_dtype)
             faded = x
@@ -49,16 +50,16 @@ class IntraChunk:
             faded = x * self.by_input.since_start()
         past = scores * self.G
         if self.by_output is not None:
-            out = self.beta * matmul(faded, start, operand_dtype)
-            return out * self.by_output.since_start() + self.by_output.mix(past, deltas, operand_dtype)
+            out = self.beta * matmul(faded, start, operand_dtype) * self.by_output.since_start()
+            return since_learned(out + self.by_output.mix(past, deltas, operand_dtype), x, learned, operand_dtype)
         parts = [(self.beta, faded, start)] + [(self.f, x, momentum)] * (momentum is not None)
         if x.shape[1] < deltas.shape[1]:  # the narrower side is scaled, and one product adds up
-            rows = [scale * x for scale, x, _ in parts] + [past]
-            matrices = [matrix for *_, matrix in parts] + [deltas]
+            rows = [scale * x for scale, x, _ in parts] + [past] + [x] * (learned is not None)
+            matrices = [matrix for *_, matrix in parts] + [deltas] + [learned] * (learned is not None)
             joined = concatenate_operands(rows, operand_dtype, axis=1), concatenate_operands(matrices, operand_dtype)
             return matmul(*joined, operand_dtype)
         out = sum(scale * matmul(x, matrix, operand_dtype) for scale, x, matrix in parts)
-        return out + matmul(past, deltas, operand_dtype)
+        return since_learned(out + matmul(past, deltas, operand_dtype), x, learned, operand_dtype)
 
     def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
         """The matrix and its momentum after the last token."""
@@ -84,17 +85,18 @@ class ChannelIntraChunk:
     c: Coefficients
     of_inputs: bool = dataclasses.field(metadata={"static": True})
 
-    def read(self, x, start, momentum, inner, deltas, operand_dtype):
+    def read(self, x, start, momentum, inner, deltas, learned, operand_dtype):
         """As `IntraChunk.read`."""
         c = self.c
         beta, f = c.beta[..., 0].T, c.f[..., 0].T
         if self.of_inputs:
             out = matmul(x * beta, start, operand_dtype) + matmul(x * f, momentum, operand_dtype)
             past = jnp.einsum("tc,ic,cti->ti", x, inner, c.G, precision="highest")
-            return out + matmul(past, deltas, operand_dtype)
+            return since_learned(out + matmul(past, deltas, operand_dtype), x, learned, operand_dtype)
         out = beta * matmul(x, start, operand_dtype) + f * matmul(x, momentum, operand_dtype)
         scores = inner_products(x, inner, operand_dtype)
-        return out + jnp.einsum("ti,io,oti->to", scores, deltas, c.G, precision="highest")
+        out += jnp.einsum("ti,io,oti->to", scores, deltas, c.G, precision="highest")
+        return since_learned(out, x, learned, operand_dtype)
 
     def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
         """As `IntraChunk.carry`."""
@@ -110,6 +112,11 @@ class ChannelIntraChunk:
 
         c = self.c
         return total(c.beta[:, -1, 0], c.f[:, -1, 0], c.G[:, -1]), total(None, c.p[:, -1, 0], c.N[:, 0])
+
+
+def since_learned(out: jax.Array, x: jax.Array, learned, operand_dtype) -> jax.Array:
+    """What the change since a learned matrix gives for x, with what the matrix itself does; None: there is none."""
+    return out if learned is None else matmul(x, learned, operand_dtype) + out
 
 
 def intra_chunks(gates: Gates, backend: Backend) -> tuple[IntraChunk | ChannelIntraChunk, ...]:

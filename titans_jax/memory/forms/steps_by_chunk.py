@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms.intra_chunk import scalar_coefficients
+from titans_jax.memory.forms.intra_chunk import scalar_coefficients, since_learned
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.ops.backend import Backend
@@ -26,9 +26,9 @@ class GatheringChunk:
     p: jax.Array
     N: jax.Array
 
-    def read(self, x, start, momentum, inner, deltas, operand_dtype):
+    def read(self, x, start, momentum, inner, deltas, learned, operand_dtype):
         """x_t times the matrix after token t, [tokens, out]: what is left of that of the chunk's start."""
-        return self.beta * matmul(x, start, operand_dtype)
+        return since_learned(self.beta * matmul(x, start, operand_dtype), x, learned, operand_dtype)
 
     def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
         """The matrix after the last token, before its chunk's step, and S."""
