@@ -82,7 +82,7 @@ def test_transposed():
 
 @pytest.mark.parametrize("sums", [1, 2])
 @pytest.mark.parametrize("inputs, outputs", [(3, 5), (5, 3), (4, 4)])
-@pytest.mark.parametrize("way", [ops.weighted_outer_products, ops.weighted_outer_products_apart])
+@pytest.mark.parametrize("way", [ops.weighted_outer_products, ops.weighted_outer_products_of_columns])
 def test_weighted_outer_products(way, inputs, outputs, sums):
     """One sum over tokens per row of weights, also as `Transposed` where the outputs are the narrower side."""
     inner, deltas, *rows = draw((7, inputs), (7, outputs), *[(1, 7)] * sums)

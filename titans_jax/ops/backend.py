@@ -74,7 +74,7 @@ CPU = dataclasses.replace(
     gated_delta_rule=BlockSize(16, 8),
     read_tile=16,
     broadcast_column=matmul.broadcast_column_by_product,
-    weighted_outer_products=matmul.weighted_outer_products_apart,
+    weighted_outer_products=matmul.weighted_outer_products_of_columns,
     channel_decay=channel_decay.ChannelDecayByProducts,
 )
 PALLAS = Backend(

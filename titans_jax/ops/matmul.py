@@ -61,14 +61,14 @@ def weighted_outer_products(rows, inner, deltas, operand_dtype, transposed=False
     return jnp.split(matmul(stacked, deltas, operand_dtype), len(rows))
 
 
-def weighted_outer_products_apart(rows, inner, deltas, operand_dtype, transposed=False):
-    """`weighted_outer_products` where a single sum is a product that transposes nothing, as on CPUs."""
-    if len(rows) > 1:
-        return weighted_outer_products(rows, inner, deltas, operand_dtype, transposed)
+def weighted_outer_products_of_columns(rows, inner, deltas, operand_dtype, transposed=False):
+    """`weighted_outer_products` with the scaled sides next to each other, not transposed below each other, as on CPUs:
+    the gradient of `deltas` is then a product whose left side lies as XLA's fast ones need it."""
     if inner.shape[1] > deltas.shape[1]:
-        (total,) = weighted_outer_products_apart(rows, deltas, inner, operand_dtype)
-        return [Transposed(total) if transposed else total.T]
-    return [outer_products(rows[0].T * inner, deltas, operand_dtype)]
+        totals = weighted_outer_products_of_columns(rows, deltas, inner, operand_dtype)
+        return [Transposed(total) if transposed else total.T for total in totals]
+    columns = concatenate_operands([row.T * inner for row in rows], operand_dtype, axis=1)
+    return jnp.split(outer_products(columns, deltas, operand_dtype), len(rows))
 
 
 def concatenate_operands(operands, operand_dtype, axis: int = 0) -> jax.Array:

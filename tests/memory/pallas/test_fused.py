@@ -241,7 +241,7 @@ def test_documents_and_padding_of_linear_memories(rule, starts, small_blocks):
 @pytest.mark.slow
 def test_bfloat16_operands_of_a_linear_memory(monkeypatch):
     """XLA on CPUs has no product of bfloat16 operands for a sum of outer products as the kernel transposes it."""
-    apart = dataclasses.replace(backend.PALLAS, weighted_outer_products=matmul.weighted_outer_products_apart)
+    apart = dataclasses.replace(backend.PALLAS, weighted_outer_products=matmul.weighted_outer_products_of_columns)
     monkeypatch.setattr(backend, "PALLAS", apart)
     check(presets.gated_deltanet(), HEADS, BFLOAT16, BFLOAT16_GATES, time=100, head_dim=64, dtype=jnp.bfloat16)
 
