@@ -1,6 +1,7 @@
 """`titans bench gradients`: what it measures, saves and refuses."""
 
 import csv
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 from tests.training.tiny import MODEL
 from titans_jax import cli
 from titans_jax.bench.gradients import gradient_norm, made_texts
+from titans_jax.config import MemoryConfig
 from titans_jax.training.run import init_model
 
 SMALL = "--blocks lmm --presets titans --seeds 2 --lengths 8 16 --model.dim 8 --model.num_heads 1 --model.head_dim 8"
@@ -42,6 +44,21 @@ def test_norm_is_that_of_the_loss_that_training_takes():
     leaves = jax.tree.leaves(jax.grad(loss)(params))
     wanted = np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in leaves))
     assert gradient_norm(graphdef)(params, tokens) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_writes_of_signs_do_not_magnify_each_other():
+    """Behind a sign that is steep at 0 every write is larger than the error that the one before left."""
+    norms = {}
+    for bias in ("value_less", "value_less(sharpness=50.0)"):
+        memory = MemoryConfig(preset="yaad", bias=bias, chunk_size=16, expansion=2)
+        graphdef, params = init_model(dataclasses.replace(MODEL, pattern=("lmm",), memory=memory), seed=0)
+        text = jnp.asarray(made_texts(513)["text"])[None]
+        norms[bias] = [gradient_norm(graphdef)(params, text[:, : length + 1]) for length in (128, 512)]
+    short, long = norms.pop("value_less")
+    assert long < 2 * short
+    (steep,) = norms.values()
+    assert steep[1] > 100 * long
 
 
 @pytest.mark.parametrize(

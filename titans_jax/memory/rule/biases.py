@@ -159,8 +159,10 @@ class Lp(AttentionalBias):
 
 
 @register_bias()
-def value_less(sharpness: float = 50.0, epsilon: float = EPSILON) -> Lp:
-    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value."""
+def value_less(sharpness: float = 1.0, epsilon: float = EPSILON) -> Lp:
+    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value. The sharpness of the smooth sign is
+    open; where the sign is steeper than an error of 1 is large, each write magnifies the one before, and no model
+    trains (memory/what_was_tried.md)."""
     return Lp(1.0, sharpness, epsilon)
 
 
