@@ -100,7 +100,9 @@ def main(options: Options) -> None:
 def gradient(model: ModelConfig, length: int, rows: int = 1) -> Callable[[], jax.Array]:
     """The compiled gradient of a layer on rows of tokens, with respect to its parameters and its input."""
     graphdef, params = nnx.split(memory_layer(model, rngs=nnx.Rngs(0)))
-    x, params = sharding.spread(jax.random.normal(jax.random.key(1), (rows, length, model.dim)), params)
+    x = jax.random.normal(jax.random.key(1), (rows, length, model.dim))
+    if rows % jax.device_count() == 0:
+        x, params = sharding.spread(x, params)
 
     def loss(params: nnx.State, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(nnx.merge(graphdef, params)(x)[0]))
