@@ -106,7 +106,7 @@ def test_a_mistake_ends_in_one_sentence_before_anything_is_written(file, capsys,
         (
             ["bench", "speed"],
             2,
-            "there is no benchmark 'speed'; use titans bench memory, train, gradients, hierarchy or schedule",
+            "there is no benchmark 'speed'; use titans bench memory, train, gradients, hierarchy, peer or schedule",
         ),
         (["study", "lenth"], 2, "NAME is 'lenth'; use ablation, "),
         (["study", "lenth"], 2, "; did you mean length"),
