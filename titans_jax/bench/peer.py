@@ -193,7 +193,7 @@ def make(case: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
     else:
         sharding.use_cores(case.batch)
         if case.kind == "train":
-            run, _ = training_step(*init_model(case.model, seed=0), case.batch, case.time)
+            run, _ = training_step(*init_model(case.model, seed=0), case.batch, case.time, case.vocab_size)
         else:
             run = gradient(case.model, case.time, case.batch)
             layer = nnx.eval_shape(lambda: memory_layer(case.model, rngs=nnx.Rngs(0)))

@@ -58,7 +58,7 @@ def main(options: Options) -> None:
     console = Console()
     console.print(f"{kinds}, {count:,} parameters, {model.dtype}, on {sharding.machine()}")
     peak = matmul_peak(model.dtype)
-    step, temporaries = training_step(graphdef, params, options.batch_size, options.sequence_length)
+    step, temporaries = training_step(graphdef, params, options.batch_size, options.sequence_length, model.vocab_size)
     seconds = median_seconds(step, options.repeats)
     tokens = options.batch_size * options.sequence_length
     achieved = training_flops_per_token(model, options.sequence_length) * tokens / seconds
@@ -76,13 +76,13 @@ def main(options: Options) -> None:
 
 
 def training_step(
-    graphdef: nnx.GraphDef, params: Any, batch_size: int, sequence_length: int
+    graphdef: nnx.GraphDef, params: Any, batch_size: int, sequence_length: int, vocab_size: int
 ) -> tuple[Callable[[], jax.Array], int]:
-    """A compiled training step of AdamW on random bytes, to be called again and again, and bytes of its temporaries."""
+    """A compiled training step of AdamW on random tokens, to be called again and again, and bytes of its temporaries."""
     optimizer = make_optimizer(OptimizerConfig(), steps=1000)
     state = {"params": jax.tree.map(jnp.copy, params), "optimizer": optimizer.init(params)}
     shape = (batch_size, sequence_length)
-    tokens = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
     batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones(shape, np.int32)}
     batch, state = sharding.spread(batch, state)
     step = make_train_step(graphdef, optimizer, accumulation=1).lower(state, batch).compile()
