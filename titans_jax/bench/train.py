@@ -78,7 +78,7 @@ def main(options: Options) -> None:
 def training_step(
     graphdef: nnx.GraphDef, params: Any, batch_size: int, sequence_length: int, vocab_size: int
 ) -> tuple[Callable[[], jax.Array], int]:
-    """A compiled training step of AdamW on random tokens, to be called again and again, and bytes of its temporaries."""
+    """A compiled training step of AdamW on random tokens, to be called repeatedly, and bytes of its temporaries."""
     optimizer = make_optimizer(OptimizerConfig(), steps=1000)
     state = {"params": jax.tree.map(jnp.copy, params), "optimizer": optimizer.init(params)}
     shape = (batch_size, sequence_length)
