@@ -1,12 +1,14 @@
 """`titans bench schedule`: one small kernel compiled for a TPU that is not there."""
 
+import dataclasses
 import importlib.util
 
 import jax
 import pytest
 
-from titans_jax import cli
+from titans_jax import cli, memory
 from titans_jax.bench import schedule
+from titans_jax.config import MemoryConfig, memory_rule
 from titans_jax.tpu.hlo import Program
 from titans_jax.tpu.topology import describe, find_topology
 
@@ -39,6 +41,29 @@ def test_the_kernels_of_miras_compile_with_their_own_gates(preset, topology):
         compiled = jax.jit(schedule.gradient(case, "auto")).lower(*schedule.inputs(case, mesh)).compile()
     kernels = Program(compiled.as_text()).kernels()
     assert sorted(call.name.split(".")[0] for call, _ in kernels) == ["memorize", "memorize_backward"]
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
+@needs_libtpu
+def test_the_kernels_of_the_largest_heads_compile_where_vmem_is_small(monkeypatch):
+    """`lmm_1b` on a v5p, whose 64 MiB do not hold two buffers of a head's matrices, nor the states of four chunks."""
+    monkeypatch.setattr(schedule, "CHUNKS", 12)  # chunks that share a stored state where there is room
+    case = schedule.Case(256, 16, expansion=4, rows=1, heads=2)
+    mesh = jax.sharding.Mesh(describe(find_topology("v5p:2x2x1"))[:1], ("device",))
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    resets = jax.ShapeDtypeStruct((1, 12 * 16), bool, sharding=place)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(schedule.gradient(case, "fused", documents=True))
+        compiled = gradient.lower(*schedule.inputs(case, mesh), resets).compile()
+    assert len(Program(compiled.as_text()).kernels()) == 2
+
+
+def test_schedules_are_of_the_rule_that_models_have():
+    case = schedule.Case(64, 16)
+    assert schedule.rule_of(case) == memory_rule(MemoryConfig(expansion=4, chunk_size=16))
+    letter = schedule.rule_of(dataclasses.replace(case, letter=True))
+    assert letter == memory.presets.titans(expansion=4, chunk_size=16)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ class Case:
     draft: tuple[float | None, float | None] = (None, None)
     target: tuple[float | None, float | None] = (None, None)
     preset: str = "titans"
+    letter: bool = False
+    """As the papers print the rule; else as models have it by default: forgetting to its start, slopes bounded."""
 
     def __str__(self) -> str:
         return f"{self.head_dim}, {self.head_dim * self.expansion}"
@@ -60,6 +62,9 @@ class Options:
     """Only cases with these chunk sizes; empty takes all."""
     preset: str = "titans"
     """A preset of a deep memory, with its own retention gates and scalar step sizes."""
+    letter: bool = False
+    """The rule as its paper prints it, forgetting to zero; else as models have it by default, forgetting to its start
+    and with slopes bounded."""
     output: str = "runs/bench_schedule"
     """Folder for schedule.csv and schedule.png."""
 
@@ -73,6 +78,7 @@ class Row:
     """
 
     preset: str
+    letter: bool
     topology: str
     head_dim: int
     hidden: int
@@ -104,14 +110,14 @@ def main(options: Options) -> None:
     table = Table(
         "topology", "head_dim, hidden", "chunk", "heads a step", "forward", "first draft -> to reach",
         "forward + backward", "first draft -> to reach", "outside", "XLA form",
-        title=f"{options.preset}: scheduled cycles per token of one head",
+        title=f"{options.preset}{', to the letter' if options.letter else ''}: scheduled cycles per token of one head",
     )  # fmt: skip
     slots = Table("topology", "head_dim, hidden", "chunk", "kernel", *SLOTS, title="slots that the schedule fills")
     rows, console = [], Console()
     for topology in topologies:
         for case in (case for case in CASES if not options.chunk_sizes or case.chunk_size in options.chunk_sizes):
             with console.status(f"{topology}, head_dim {case.head_dim}, chunk {case.chunk_size}"):
-                row = measure(topology, dataclasses.replace(case, preset=options.preset))
+                row = measure(topology, dataclasses.replace(case, preset=options.preset, letter=options.letter))
             rows.append(row)
             name = (topology, str(case), str(case.chunk_size))
             aims = [_aim(*pair) for pair in zip(case.draft, case.target, strict=True)]
@@ -163,8 +169,9 @@ def measure(topology: str, case: Case) -> Row:
     heads = [case.rows * case.heads // kernels[name].grid[0] for name in KERNELS]
     each = [kernel.rows / (n * case.chunk_size) for kernel, n in zip((ahead, back), heads, strict=True)]
     return Row(
-        case.preset, topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0], sum(each),
-        **cycles, forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots, backward_slots=back.slots,
+        case.preset, case.letter, topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0],
+        sum(each), **cycles, forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots,
+        backward_slots=back.slots,
     )  # fmt: skip
 
 
@@ -180,32 +187,35 @@ def deep_presets() -> list[str]:
 
 
 def rule_of(case: Case):
-    from titans_jax.memory.rule.presets import PRESETS
+    from titans_jax.config import MemoryConfig, memory_rule
 
-    return PRESETS[case.preset].make(expansion=case.expansion, chunk_size=case.chunk_size)
+    reading = {"forget_to": "zero", "bound_slope": False} if case.letter else {}
+    sizes = {"expansion": case.expansion, "chunk_size": case.chunk_size}
+    return memory_rule(MemoryConfig(preset=case.preset, **sizes, **reading))
 
 
-def forward(case: Case, form: str):
-    """The reads of all heads, with a gate of every token."""
+def forward(case: Case, form: str, documents: bool = False):
+    """The reads of all heads, with a gate of every token. documents: the last argument says where they begin."""
     import jax
 
     from titans_jax import memory
 
     rule = rule_of(case)
 
-    def head(params, queries, keys, values, gates):
-        return memory.memorize(rule, params, memory.init_state(rule, params), queries, keys, values, gates, form)[0]
+    def head(params, queries, keys, values, gates, resets=None):
+        state = memory.init_state(rule, params)
+        return memory.memorize(rule, params, state, queries, keys, values, gates, form, resets=resets)[0]
 
-    heads = jax.vmap(head, in_axes=(0, 1, 1, 1, 1), out_axes=1)
-    return jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
+    heads = jax.vmap(head, in_axes=(0, 1, 1, 1, 1, *[None] * documents), out_axes=1)
+    return jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, *[0] * documents))
 
 
-def gradient(case: Case, form: str):
-    """The gradient of a scalar of all reads, with respect to everything."""
+def gradient(case: Case, form: str, documents: bool = False):
+    """The gradient of a scalar of all reads, with respect to all that has one."""
     import jax
     import jax.numpy as jnp
 
-    reads = forward(case, form)
+    reads = forward(case, form, documents)
     return jax.grad(lambda *arguments: jnp.sum(jnp.square(reads(*arguments))), argnums=(0, 1, 2, 3, 4))
 
 

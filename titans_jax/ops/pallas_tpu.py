@@ -87,17 +87,23 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     """
     parts = [jax.tree.flatten(tree, is_leaf=is_side_by_side) for tree in (inputs, outputs, scratch)]
     (inputs, _), (outputs, structure), (scratch, _) = parts
-    vmem = VMEM_SHARE * vmem_bytes()
-    # What comes and goes has two buffers.
-    head_bytes = steps.head_bytes + sum(2 * bytes_of_head(x, steps) for x in inputs + outputs)
-    head_bytes += sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
+    vmem = usable_vmem()
     widths = {x.width for x in inputs + outputs if is_side_by_side(x)}
-    heads = heads_of_step(steps, widths, min(steps.most_heads, int(vmem / head_bytes)))
+
+    def bytes_with(buffers: int) -> int:
+        """Of a head; buffers: of what stays for all steps of a head. What comes and goes has two."""
+        blocks = sum((buffers if stays(x) else 2) * bytes_of_head(x, steps) for x in inputs + outputs)
+        return steps.head_bytes + blocks + sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
+
+    # A second buffer hides the fetch of the next heads' matrices, once in a sequence: large ones go without.
+    buffers = 2 if heads_of_step(steps, widths, 0) * bytes_with(2) <= vmem else 1
+    heads = heads_of_step(steps, widths, min(steps.most_heads, int(vmem / bytes_with(buffers))))
     across = max(steps.heads // heads, 1)  # steps that a sequence's heads take
 
     def spec(x):
-        if not is_side_by_side(x) and x.ndim == 3:
-            return pl.BlockSpec((heads, *x.shape[1:]), lambda i, g: (i, 0, 0))
+        if stays(x):
+            mode = pl.Buffered(1) if buffers == 1 else None
+            return pl.BlockSpec((heads, *x.shape[1:]), lambda i, g: (i, 0, 0), pipeline_mode=mode)
         group = (lambda g: steps.groups - 1 - g) if backwards else (lambda g: g)
         if not is_side_by_side(x):
             block = (heads, x.shape[1] // steps.groups, *x.shape[2:])
@@ -119,11 +125,16 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
         out_specs=[spec(x) for x in outputs],
         out_shape=[x.array if is_side_by_side(x) else x for x in outputs],
         scratch_shapes=[pltpu.VMEM((heads, *x.shape[1:]), x.dtype) for x in scratch],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=int(vmem)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem),
         interpret=interpreted(),
         name=name,
     )(*[x.array if is_side_by_side(x) else x for x in inputs])
     return structure.unflatten(map(same_layout, outputs, found))
+
+
+def stays(x) -> bool:
+    """Whether an array has a block of a head, and not one of every group of chunks."""
+    return not is_side_by_side(x) and x.ndim == 3
 
 
 def same_layout(like, array):
@@ -143,7 +154,7 @@ def bytes_of_head(x, steps: Steps) -> int:
     if is_side_by_side(x):
         _, chunks, *tokens = x.array.shape
         return tiled_bytes((chunks // steps.groups, *tokens), x.array.dtype) // steps.heads
-    return tiled_bytes(x.shape[1:] if x.ndim == 3 else (x.shape[1] // steps.groups, *x.shape[2:]), x.dtype)
+    return tiled_bytes(x.shape[1:] if stays(x) else (x.shape[1] // steps.groups, *x.shape[2:]), x.dtype)
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype) -> int:
@@ -158,9 +169,9 @@ def interpreted() -> bool:
     return target_platform() != "tpu"
 
 
-def vmem_bytes() -> int:
-    """VMEM of a core of what is compiled for; of a large one where there is none."""
-    return pltpu.get_tpu_info().vmem_capacity_bytes if target_platform() == "tpu" else 128 * 2**20
+def usable_vmem() -> int:
+    """Bytes of VMEM that a kernel may use, of a core of what is compiled for; of a large one where there is none."""
+    return int(VMEM_SHARE * (pltpu.get_tpu_info().vmem_capacity_bytes if target_platform() == "tpu" else 128 * 2**20))
 
 
 # Trees of references

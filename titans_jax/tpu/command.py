@@ -1,4 +1,5 @@
-"""`titans compile`: the report of a training step on a TPU that is not there, and the comparison with Transformer++."""
+"""`titans compile`: the report of a training step on a TPU that is not there, the comparison with Transformer++, and
+weak scaling."""
 
 import dataclasses
 import json
@@ -34,6 +35,14 @@ class Options(Config):
     """Models of the comparison."""
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     """Row lengths of the comparison."""
+    scaling: str | None = None
+    """Folder for weak scaling instead: csv and plot of the step's speed and of what crosses the network, on more and
+    more chips of the topology's generation, and on the topology itself where it is of several slices."""
+    chips: tuple[int, ...] = (8, 64, 128, 256, 512)
+    """Chips of the slices of the weak scaling."""
+    rows_of_chip: int | None = None
+    """Rows that every chip has in a step of the weak scaling; None is training.gradient_accumulation, one row a
+    microbatch."""
 
 
 def main(name: str, options: Options) -> None:
@@ -51,6 +60,12 @@ def main(name: str, options: Options) -> None:
         from titans_jax.tpu.relative import compare
 
         compare(config, options.models, topology.generation, options.lengths, Path(options.compare), Console())
+        return
+    if options.scaling is not None:
+        from titans_jax.tpu.scaling import scale
+
+        rows = config.training.gradient_accumulation if options.rows_of_chip is None else options.rows_of_chip
+        scale(name, config, topology, options.chips, rows, Path(options.scaling), Console())
         return
     if options.batch is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=options.batch))

@@ -24,7 +24,7 @@ from titans_jax.layers.attention.xla import KeyValues
 from titans_jax.layers.norms import side_by_side
 from titans_jax.ops.backend import current_backend
 from titans_jax.ops.matmul import inner_products, matmul
-from titans_jax.ops.pallas_tpu import VMEM_SHARE, interpreted, vmem_bytes
+from titans_jax.ops.pallas_tpu import interpreted, usable_vmem
 from titans_jax.ops.platform import KERNELS, LANES
 from titans_jax.sharding import BATCH, HEADS, head_shards, on_devices
 
@@ -197,7 +197,7 @@ def _call(kernel: Callable[..., None], name: str, head_dim: int, inputs: tuple, 
         out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs),
         scratch_shapes=[pltpu.VMEM((x.shape[1], lanes), jnp.float32) for x in jax.tree.leaves(scratch)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=int(VMEM_SHARE * vmem_bytes())
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=usable_vmem()
         ),
         interpret=interpreted(),
         name=name,

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from titans_jax.memory.pallas.kernel_algorithm import TOKENS, Asked, Chunks, Heads, KernelAlgorithm, Results
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import Matrices
+from titans_jax.memory.state import MemoryState
 from titans_jax.ops import recursive_blocks
 from titans_jax.ops.pallas_tpu import (
     SideBySide,
@@ -29,12 +29,15 @@ from titans_jax.ops.pallas_tpu import (
     largest_divisor,
     read,
     tiled_bytes,
+    usable_vmem,
     write,
 )
 
 STATE_TOKENS, MOST_CHUNKS = 64, 8
 """Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more but for
 the last: storing overlaps with a kernel's work, repeating does not."""
+STATES_SHARE = 1 / 8
+"""Share of the VMEM that a kernel may use for the states of a head's chunks that share a stored one."""
 MOST_HEADS = 32
 """Heads, at most: more are no faster and take minutes to compile."""
 
@@ -56,11 +59,13 @@ class KernelSize(NamedTuple):
 FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1), KernelSize(1024, 27, 3, 2)
 
 
-def grid_steps(rule: MemoryRule, chunks: Chunks, weights: Matrices, neighbours: int, size: KernelSize) -> Steps:
+def grid_steps(rule: MemoryRule, chunks: Chunks, start: MemoryState, neighbours: int, size: KernelSize) -> Steps:
     """As many heads as make `size.tokens` tokens of a chunk, as many chunks as share a stored state."""
     n, count, tokens, head_dim = chunks.queries.shape
-    group = largest_divisor(count, min(STATE_TOKENS // tokens, MOST_CHUNKS))
-    shapes = [w.shape[1:] for w in jax.tree.leaves(weights)]
+    shapes = [w.shape[1:] for w in jax.tree.leaves(start.weights)]
+    state_bytes = sum(tiled_bytes(x.shape[1:], x.dtype) for x in jax.tree.leaves(start))
+    fitting = int(STATES_SHARE * usable_vmem() / state_bytes)
+    group = largest_divisor(count, min(STATE_TOKENS // tokens, MOST_CHUNKS, fitting))
     sides = sum(x is not None for x in (chunks.log_key_retention, chunks.log_value_retention))
     needed = [(tokens, max(shape)) for shape in shapes] * size.lanes
     needed += shapes * (0 if rule.retention.linear else size.matrices)
@@ -75,7 +80,7 @@ def run_forward(
 ) -> tuple[Results, tuple]:
     """(results, states): the state before every group of chunks, [n, groups, rows, columns], if they are stored, else
     (). neighbours: heads that follow each other in n, which lie side by side in a model."""
-    steps = grid_steps(algorithm.rule, chunks, heads.start.weights, neighbours, FORWARD)
+    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, FORWARD)
     n, count, size, head_dim = chunks.queries.shape
     end, dtype = like(heads.start), jax.tree.leaves(heads.start)[0].dtype
     reads = jax.ShapeDtypeStruct((steps.rows, count, size, neighbours * head_dim), chunks.queries.dtype)
@@ -93,7 +98,7 @@ def run_forward(
 
 def run_states(algorithm: KernelAlgorithm, asked: Asked, neighbours: int, chunks: Chunks, heads: Heads) -> tuple:
     """`run_forward`'s states, and nothing read."""
-    steps = grid_steps(algorithm.rule, chunks, heads.start.weights, neighbours, FORWARD)
+    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, FORWARD)
     states = state_shapes(algorithm.rule, steps, chunks, heads)
     step = functools.partial(algorithm.step, asked._replace(surprise=False))
     return go_forward(step, steps, side_by_side(chunks, neighbours), heads, ((), states))[1]
@@ -160,7 +165,7 @@ def run_backward(
     algorithm: KernelAlgorithm, neighbours: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results
 ) -> tuple[Chunks, Heads]:
     """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
-    steps = grid_steps(algorithm.rule, chunks, heads.start.weights, neighbours, BACKWARD)
+    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, BACKWARD)
     asked = Asked(surprise=False, anchor=cotangents.anchor is not None)
     dtype = jax.tree.leaves(heads.start)[0].dtype
 

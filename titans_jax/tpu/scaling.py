@@ -1,0 +1,137 @@
+"""Weak scaling as the TPU compiler sees it: one training step on more and more chips, each with as many rows.
+
+A chip's own work then stays what it is, and what changes is what crosses the network. What the collectives take is a
+lower bound, bytes over all links of a chip at once, without the time that a message needs to arrive; how much of it
+runs beside other work is not known. So a row has both ends: all of it hidden, and none.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from titans_jax import plots
+from titans_jax.config import Config, ConfigError
+from titans_jax.tpu.compile import DoesNotFit, Report, compile_step
+from titans_jax.tpu.topology import Topology, find_topology, slice_shapes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step; None for what is not known, all but the first four where it does not fit.
+
+    hidden, exposed: tokens/s a chip if all of a slice's collectives run beside other work, and if none does.
+    network_share: these over the step's time without them.
+    sent: GB a device sends in a step by mesh axes, with calls.
+    between_slices: bytes/s that a chip must send to other slices for their collectives to take no longer than the step.
+    """
+
+    topology: str
+    slices: int
+    chips: int
+    rows: int
+    hidden: int | None = None
+    exposed: int | None = None
+    network_share: float | None = None
+    step_seconds: float | None = None
+    sent: str = "does not fit"
+    between_slices: float | None = None
+    headroom_gib: float | None = None
+    compile_seconds: int | None = None
+
+
+def scale(
+    name: str, config: Config, topology: Topology, chips: Sequence[int], rows: int, folder: Path, console: Console
+) -> None:
+    """Compile config's step with `rows` rows a chip on slices of so many chips of topology's generation, and on
+    topology itself where it is of several slices; print each row as it comes, and write scaling_<name>_<generation>.csv
+    and .png into `folder`.
+
+    Raises:
+      ConfigError: there is no slice of so many chips, or the rows are not whole microbatches.
+    """
+    generation = topology.generation
+    parts = config.training.gradient_accumulation
+    if rows < 1 or rows % parts:
+        raise ConfigError(
+            f"rows_of_chip is {rows}, cut into {parts} by training.gradient_accumulation; use a multiple of {parts}"
+        )
+    known = {math.prod(shape) for shape in slice_shapes(generation)}
+    if wrong := [count for count in chips if count not in known]:
+        raise ConfigError(f"chips is {wrong[0]}, and {generation.name} has no such slice; use some of {sorted(known)}")
+    topologies = [find_topology(f"{generation.ordered_as}-{count * generation.counted}") for count in sorted(chips)]
+    done: list[Row] = []
+    stem = f"scaling_{name}_{generation.name}"
+    for each in topologies + ([topology] if topology.slices > 1 else []):
+        done.append(_row(each, rows, _compile(config, each, rows)))
+        known_fields = {field: value for field, value in asdict(done[-1]).items() if value is not None}
+        console.print("  ".join(f"{field} {value}" for field, value in known_fields.items()), soft_wrap=True)
+        plots.save_csv(done, folder / f"{stem}.csv")
+    _plot(name, done, folder / f"{stem}.png")
+
+
+def _compile(config: Config, topology: Topology, rows: int) -> Report | None:
+    """The report of a step with so many rows a chip, None if it does not fit."""
+    config = replace(config, data=replace(config.data, batch_size=rows * topology.chips))
+    try:
+        return compile_step(config, topology)
+    except DoesNotFit:
+        return None
+
+
+def _row(topology: Topology, rows: int, report: Report | None) -> Row:
+    known = {
+        "topology": topology.name,
+        "slices": topology.slices,
+        "chips": topology.chips,
+        "rows": rows * topology.chips,
+    }
+    if report is None:
+        return Row(**known)
+    step, network = report.step_seconds, sum(report.network_seconds.values())
+    sent, calls = Counter[str](), Counter[str]()
+    for collective in report.collectives:
+        axes = "+".join(collective.axes)
+        sent[axes] += collective.sent
+        calls[axes] += collective.calls
+    across = sum(collective.sent for collective in report.collectives if "slice" in collective.axes)
+    return Row(
+        **known,
+        hidden=round(report.tokens_per_second),
+        exposed=round(report.tokens_per_second * step / (step + network)),
+        network_share=round(network / step, 4),
+        step_seconds=round(step, 4),
+        sent=", ".join(f"{axes} {size / 1e9:.3g} ({calls[axes]:,} calls)" for axes, size in sent.items()),
+        between_slices=round(across * topology.generation.devices / step) if across else None,
+        headroom_gib=round(report.headroom / 2**30, 2),
+        compile_seconds=round(report.compile_seconds),
+    )
+
+
+def _plot(name: str, rows: list[Row], file: Path) -> None:
+    """Tokens/s a chip over chips, as many slices with a marker of their own."""
+    fitting = [row for row in rows if row.hidden is not None]
+    if not fitting:
+        return
+    with plots.figure(file, dpi=120) as axes:
+        for field, label in (("hidden", "all collectives hidden"), ("exposed", "none hidden")):
+            one = [(row.chips, getattr(row, field)) for row in fitting if row.slices == 1]
+            (line,) = axes.plot(*zip(*one, strict=True), marker="o", label=label) if one else axes.plot([], [])
+            for row in fitting:
+                if row.slices > 1:
+                    value = getattr(row, field)
+                    axes.plot(row.chips, value, "s", color=line.get_color(), label=f"{row.slices} slices: {label}")
+        chips = sorted({row.chips for row in fitting})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(chips, [f"{count:,}" for count in chips])
+        axes.set_ylim(bottom=0)
+        axes.set(
+            xlabel="chips",
+            ylabel="estimated tokens/s a chip",
+            title=f"{name} on {fitting[0].topology.split(':')[0]}, {fitting[0].rows // fitting[0].chips} "
+            "rows a chip (compiler's estimate)",
+        )
+        axes.legend()
