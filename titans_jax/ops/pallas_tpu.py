@@ -91,7 +91,7 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     widths = {x.width for x in inputs + outputs if is_side_by_side(x)}
 
     def bytes_with(buffers: int) -> int:
-        """Of a head; buffers: of what stays for all steps of a head. What comes and goes has two."""
+        """A head's bytes; buffers: of what stays for all steps of a head. What comes and goes has two."""
         blocks = sum((buffers if stays(x) else 2) * bytes_of_head(x, steps) for x in inputs + outputs)
         return steps.head_bytes + blocks + sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
 
