@@ -94,6 +94,17 @@ def _losses(logits: jax.Array, targets: jax.Array, z_loss: float) -> tuple[jax.A
     return nats + beside, TokenLosses(*jax.lax.stop_gradient((nats, count, beside)))
 
 
+def _gradient(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
+    """The gradient of `_losses` by the logits, written out: what is exp of one array, a TPU's products make on their way,
+    where jax.grad's steps are arrays in memory (tpu/schedule.md)."""
+    spread = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    likely = jnp.exp(logits - spread)
+    right = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)
+    if z_loss:
+        likely *= 1 + 2 * z_loss * spread
+    return jnp.where((targets >= 0)[..., None], likely - right, 0)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blockwise(z_loss: float, x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, TokenLosses]:
     """The losses, summed over blocks x [blocks, batch, time, dim], targets [blocks, batch, time]."""
@@ -117,9 +128,8 @@ def _blockwise_forward(z_loss, x, head, targets):
     def one(carry, block):
         sums, d_head = carry
         x, targets = (leaf.reshape(parts, -1, *leaf.shape[1:]) for leaf in block)
-        losses = functools.partial(_losses, targets=targets, z_loss=z_loss)
-        values, d_logits = jax.value_and_grad(losses, has_aux=True)(next_token_logits(x, head))
-        d_logits = d_logits.astype(x.dtype)
+        logits = next_token_logits(x, head)
+        values, d_logits = _losses(logits, targets, z_loss), _gradient(logits, targets, z_loss).astype(x.dtype)
         d_x = jnp.einsum("prtv,dv->prtd", d_logits, head, preferred_element_type=wide)
         d_head += partial_sums(jnp.einsum("prtd,prtv->pdv", x, d_logits, preferred_element_type=wide))
         return (jax.tree.map(jnp.add, sums, values), d_head), d_x.reshape(block[0].shape).astype(x.dtype)
