@@ -12,7 +12,7 @@ from flax import nnx
 from tests.training.tiny import MODEL
 from titans_jax import cli
 from titans_jax.bench.gradients import gradient_norm, made_texts
-from titans_jax.config import MemoryConfig
+from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.training.run import init_model
 
 SMALL = "--blocks lmm --presets titans --seeds 2 --lengths 8 16 --model.dim 8 --model.num_heads 1 --model.head_dim 8"
@@ -59,6 +59,19 @@ def test_writes_of_signs_do_not_magnify_each_other():
     assert long < 2 * short
     (steep,) = norms.values()
     assert steep[1] > 100 * long
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["titans", "memora"])
+def test_one_byte_again_and_again_does_not_throw_a_fresh_memory_farther(preset):
+    """As it would with steps that begin as large and values of the size of reads (memory/what_was_tried.md)."""
+    config = ModelConfig(
+        pattern=("lmm",), dim=32, depth=1, num_heads=2, head_dim=16, memory=MemoryConfig(preset=preset, chunk_size=16)
+    )
+    graphdef, params = init_model(config, seed=1)
+    text = jnp.asarray(made_texts(2049)["constant"])[None]
+    short, long = (gradient_norm(graphdef)(params, text[:, : length + 1]) for length in (512, 2048))
+    assert long < 2 * short
 
 
 @pytest.mark.parametrize(

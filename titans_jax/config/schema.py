@@ -86,7 +86,9 @@ class MemoryConfig:
     always the latter."""
     normalize_values: bool = False
     """Give the values of every head a root mean square of 1, which is that of what a memory behind a norm says of a
-    token: what was written is then no small part of what is read. The papers normalise keys and queries only."""
+    token: what was written is then no small part of what is read. The papers normalise keys and queries only. With
+    first steps of today's size one byte, again and again, is then too much for a fresh memory with momentum: use a
+    `max_step_size` of 1 with it."""
     value_skip: bool = False
     """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
     a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).

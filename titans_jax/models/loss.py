@@ -95,8 +95,8 @@ def _losses(logits: jax.Array, targets: jax.Array, z_loss: float) -> tuple[jax.A
 
 
 def _gradient(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
-    """The gradient of `_losses` by the logits, written out: what is exp of one array, a TPU's products make on their way,
-    where jax.grad's steps are arrays in memory (tpu/schedule.md)."""
+    """The gradient of `_losses` by the logits, written out: exp of one array is what a TPU's products make on their
+    way, where the steps of jax.grad are arrays in memory (tpu/schedule.md)."""
     spread = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     likely = jnp.exp(logits - spread)
     right = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)

@@ -13,7 +13,7 @@ from titans_jax.memory import algorithms, architectures, biases, presets, retent
 from titans_jax.memory.forms.delta_rule import DeltaRule
 from titans_jax.memory.gates import CHANNEL_GATES
 from titans_jax.memory.pallas import entry, kernels
-from titans_jax.memory.pallas.kernel_algorithm import Chunks
+from titans_jax.memory.pallas.kernel_algorithm import Chunks, HeadState
 from titans_jax.ops import backend, matmul
 
 CHUNK, BLOCK = 8, 16
@@ -333,13 +333,18 @@ def test_gates_of_every_channel():
 @pytest.mark.slow
 def test_chunks_that_share_a_stored_state(monkeypatch):
     """One head without a vmap; the backward kernel comes to every chunk's start once more."""
+
+    def shared(chunks, width=16):
+        start = HeadState((np.zeros((1, width, width), np.float32),), None)
+        queries = np.zeros((1, chunks, CHUNK, width), np.float32)
+        found = kernels.grid_steps(titans(1), Chunks(queries, *[None] * 9), start, 1, kernels.BACKWARD)
+        return found.chunks, found.groups
+
     monkeypatch.setattr(kernels, "STATE_TOKENS", 4 * CHUNK)
-    shared = {}
-    for chunks in (4, 5, 6):
-        queries = np.zeros((1, chunks, CHUNK, 16), np.float32)
-        found = kernels.grid_steps(titans(1), Chunks(queries, *[None] * 9), (), 1, kernels.BACKWARD)
-        shared[chunks] = (found.chunks, found.groups)
-    assert shared == {4: (4, 1), 5: (1, 5), 6: (3, 2)}
+    assert [shared(chunks) for chunks in (4, 5, 6)] == [(4, 1), (1, 5), (3, 2)]
+    # An eighth of 0.8 of 128 MiB holds 50 states of 256 KiB, 3 of 4 MiB, none of 16.
+    assert [shared(6, width) for width in (256, 1024, 2048)] == [(3, 2), (3, 2), (1, 6)]
+    assert [shared(4, width) for width in (256, 1024, 2048)] == [(4, 1), (2, 2), (1, 4)]
     check(titans(1), time=6 * CHUNK, head_dim=48)
 
 

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from titans_jax.memory.pallas.kernel_algorithm import TOKENS, Asked, Chunks, Heads, KernelAlgorithm, Results
+from titans_jax.memory.pallas.kernel_algorithm import TOKENS, Asked, Chunks, Heads, HeadState, KernelAlgorithm, Results
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState
 from titans_jax.ops import recursive_blocks
 from titans_jax.ops.pallas_tpu import (
     SideBySide,
@@ -59,7 +58,7 @@ class KernelSize(NamedTuple):
 FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1), KernelSize(1024, 27, 3, 2)
 
 
-def grid_steps(rule: MemoryRule, chunks: Chunks, start: MemoryState, neighbours: int, size: KernelSize) -> Steps:
+def grid_steps(rule: MemoryRule, chunks: Chunks, start: HeadState, neighbours: int, size: KernelSize) -> Steps:
     """As many heads as make `size.tokens` tokens of a chunk, as many chunks as share a stored state."""
     n, count, tokens, head_dim = chunks.queries.shape
     shapes = [w.shape[1:] for w in jax.tree.leaves(start.weights)]
