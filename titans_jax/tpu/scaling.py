@@ -131,7 +131,7 @@ def _plot(name: str, rows: list[Row], file: Path) -> None:
         axes.set(
             xlabel="chips",
             ylabel="estimated tokens/s a chip",
-            title=f"{name} on {fitting[0].topology.split(':')[0]}, {fitting[0].rows // fitting[0].chips} "
-            "rows a chip (compiler's estimate)",
+            title=f"{name} on {fitting[0].topology.split(':')[0]}, rows of a chip: "
+            f"{fitting[0].rows // fitting[0].chips} (compiler's estimate)",
         )
         axes.legend()
