@@ -7,7 +7,7 @@ from rich.console import Console
 
 from titans_jax.config import Config
 from titans_jax.ops.chips import GENERATIONS
-from titans_jax.tpu import relative
+from titans_jax.tpu import relative, rows
 from titans_jax.tpu.compile import DoesNotFit, Report
 from titans_jax.tpu.schedules import Kernels
 
@@ -38,17 +38,18 @@ def compiler(config, topology):
 
 
 def test_comparison_is_written_as_csv_and_plot(monkeypatch, tmp_path):
-    monkeypatch.setattr(relative, "compile_step", compiler)
+    monkeypatch.setattr(rows, "compile_step", compiler)
     lengths = (2048, 16384)
     relative.compare(Config(), ("lmm", "mac", "mag"), GENERATIONS["v5p"], lengths, tmp_path, Console(quiet=True))
     with (tmp_path / "relative_v5p.csv").open() as file:
-        rows = {(row["model"], int(row["length"])): row for row in csv.DictReader(file)}
-    assert len(rows) == 4 * 2
-    assert rows["lmm", 2048]["relative"] == "0.5" and rows["lmm", 16384]["relative"] == "4.0"
+        found = {(row["model"], int(row["length"])): row for row in csv.DictReader(file)}
+    assert len(found) == 4 * 2
+    assert found["lmm", 2048]["relative"] == "0.5" and found["lmm", 16384]["relative"] == "4.0"
     clock = 459e12 / (2 * 8 * 128**2)
-    assert float(rows["transformer", 2048]["tokens_per_second"]) == round(clock / 2048 / 4)  # of the slice's four chips
-    assert rows["mac", 2048]["most_cycles"] == "does not fit"
-    assert rows["lmm", 2048]["kernels"] == "50% of the cycles"
-    assert rows["mag", 2048]["relative"] == ""
-    assert rows["mag", 2048]["kernels"] == "50% of the cycles, 2 calls without a schedule"
+    of_a_chip = round(clock / 2048 / 4)  # of the slice's four
+    assert float(found["transformer", 2048]["tokens_per_second"]) == of_a_chip
+    assert found["mac", 2048]["most_cycles"] == "does not fit"
+    assert found["lmm", 2048]["kernels"] == "50% of the cycles"
+    assert found["mag", 2048]["relative"] == ""
+    assert found["mag", 2048]["kernels"] == "50% of the cycles, 2 calls without a schedule"
     assert (tmp_path / "relative_v5p.png").stat().st_size > 5000

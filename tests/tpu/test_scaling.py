@@ -9,7 +9,7 @@ from rich.console import Console
 
 from titans_jax import cli
 from titans_jax.config import Config, DataConfig, TrainingConfig
-from titans_jax.tpu import scaling
+from titans_jax.tpu import rows, scaling
 from titans_jax.tpu.compile import DoesNotFit, Report
 from titans_jax.tpu.hlo import Collective
 from titans_jax.tpu.schedules import Kernels
@@ -53,7 +53,7 @@ def compiler(config, topology):
 
 def test_weak_scaling_is_written_as_csv_and_plot(monkeypatch, tmp_path):
     """Every chip has its six rows whatever their number, and one row of the table is of two slices."""
-    monkeypatch.setattr(scaling, "compile_step", compiler)
+    monkeypatch.setattr(rows, "compile_step", compiler)
     topology = find_topology("v5p:2x2x2", slices=2)
     scaling.scale("small", CONFIG, topology, (64, 8), 6, tmp_path, Console(quiet=True))
     with (tmp_path / "scaling_small_v5p.csv").open() as file:
@@ -74,6 +74,7 @@ def test_weak_scaling_is_written_as_csv_and_plot(monkeypatch, tmp_path):
         ("--chips 8 100", "chips is 100, and v5p has no such slice; use some of [4, 8, 16, 32, 64, 128, "),
         ("--rows_of_chip 3", "rows_of_chip is 3, cut into 8 by training.gradient_accumulation; use a multiple of 8"),
         ("--rows_of_chip 0", "rows_of_chip is 0, cut into 8"),
+        ("--compare other", "and compare other; use one of them at a time"),
     ],
 )
 def test_what_cannot_be_scaled_is_refused(arguments, sentence, tmp_path, capsys):

@@ -49,8 +49,11 @@ def main(name: str, options: Options) -> None:
     """Print the report.
 
     Raises:
-      ConfigError: no such topology, a mesh or a batch that does not divide, no libtpu, a step that does not fit.
+      ConfigError: no such topology, a mesh or a batch that does not divide, no libtpu, a step that does not fit; a
+        comparison and weak scaling at once.
     """
+    if options.compare is not None and options.scaling is not None:
+        raise ConfigError(f"scaling is {options.scaling}, and compare {options.compare}; use one of them at a time")
     config = Config(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Config)})
     asked = options.topology or config.mesh.topology
     if asked is None:

@@ -15,7 +15,8 @@ from rich.console import Console
 from titans_jax import plots
 from titans_jax.config import Config, MeshConfig
 from titans_jax.ops.chips import Generation
-from titans_jax.tpu.compile import DoesNotFit, Report, compile_step
+from titans_jax.tpu.compile import Report
+from titans_jax.tpu.rows import keep_rows, report_if_it_fits
 from titans_jax.tpu.topology import Topology, slice_shapes
 from titans_jax.training.run import count_params, with_parameters
 
@@ -58,29 +59,24 @@ def compare(
     for length in lengths:
         baseline = None
         for model in (BASELINE, *models):
-            report = _compile(config, "attention" if model == BASELINE else model, topology, length)
+            block = "attention" if model == BASELINE else model
+            report = report_if_it_fits(_compared(config, block, topology.chips, length), topology)
             baseline = report if model == BASELINE else baseline
             rows.append(_row(model, topology, length, report, baseline))
-            known = {name: value for name, value in dataclasses.asdict(rows[-1]).items() if value is not None}
-            console.print("  ".join(f"{name} {value}" for name, value in known.items()), soft_wrap=True)
-            plots.save_csv(rows, folder / f"relative_{generation.name}.csv")
+            keep_rows(rows, folder / f"relative_{generation.name}.csv", console)
     _plot(rows, topology, folder / f"relative_{generation.name}.png")
 
 
-def _compile(config: Config, block: str, topology: Topology, length: int) -> Report | None:
-    """The report of a model of these blocks with as many parameters as config's, None if it does not fit."""
-    chips, model = topology.chips, dataclasses.replace(config.model, pattern=(block,))
-    config = dataclasses.replace(
+def _compared(config: Config, block: str, chips: int, length: int) -> Config:
+    """A model of these blocks with as many parameters as config's, and as many tokens a step whatever the length."""
+    model = dataclasses.replace(config.model, pattern=(block,))
+    return dataclasses.replace(
         config,
         model=with_parameters(model, count_params(config.model)),
         data=dataclasses.replace(config.data, sequence_length=length, batch_size=max(TOKENS // length, 1) * chips),
         training=dataclasses.replace(config.training, gradient_accumulation=1),
         mesh=MeshConfig(data=1, fsdp=-1),
     )
-    try:
-        return compile_step(config, topology)
-    except DoesNotFit:
-        return None
 
 
 def _row(model: str, topology: Topology, length: int, report: Report | None, baseline: Report | None) -> Row:

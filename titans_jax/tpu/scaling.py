@@ -8,14 +8,15 @@ runs beside other work is not known. So a row has both ends: all of it hidden, a
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from titans_jax import plots
 from titans_jax.config import Config, ConfigError
-from titans_jax.tpu.compile import DoesNotFit, Report, compile_step
+from titans_jax.tpu.compile import Report
+from titans_jax.tpu.rows import keep_rows, report_if_it_fits
 from titans_jax.tpu.topology import Topology, find_topology, slice_shapes
 
 
@@ -66,20 +67,10 @@ def scale(
     done: list[Row] = []
     stem = f"scaling_{name}_{generation.name}"
     for each in topologies + ([topology] if topology.slices > 1 else []):
-        done.append(_row(each, rows, _compile(config, each, rows)))
-        known_fields = {field: value for field, value in asdict(done[-1]).items() if value is not None}
-        console.print("  ".join(f"{field} {value}" for field, value in known_fields.items()), soft_wrap=True)
-        plots.save_csv(done, folder / f"{stem}.csv")
+        data = replace(config.data, batch_size=rows * each.chips)
+        done.append(_row(each, rows, report_if_it_fits(replace(config, data=data), each)))
+        keep_rows(done, folder / f"{stem}.csv", console)
     _plot(name, done, folder / f"{stem}.png")
-
-
-def _compile(config: Config, topology: Topology, rows: int) -> Report | None:
-    """The report of a step with so many rows a chip, None if it does not fit."""
-    config = replace(config, data=replace(config.data, batch_size=rows * topology.chips))
-    try:
-        return compile_step(config, topology)
-    except DoesNotFit:
-        return None
 
 
 def _row(topology: Topology, rows: int, report: Report | None) -> Row:
