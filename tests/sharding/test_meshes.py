@@ -67,6 +67,40 @@ check(runs["names"], runs["full"])
 check(runs["offload"], runs["full"])
 """
 
+STEP = (
+    PROGRAM.split("optimizer = make_optimizer")[0]
+    + """
+import optax
+from titans_jax.training.step import make_train_step
+
+titans_jax.models.loss.MOST_LOGITS = 5 * LMM.vocab_size
+
+def stepped(devices, parts, **axes):
+    config = Config(model=LMM, data=DataConfig(batch_size=8), mesh=MeshConfig(**axes))
+    with sharding.use_mesh(mesh_of(config, devices)):
+        graphdef, params = init_model(LMM, seed=3)
+        state = {"params": params, "optimizer": optax.sgd(1.0).init(params)}
+        place = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P(sharding.BATCH))
+        step = make_train_step(graphdef, optax.sgd(1.0), parts, z_loss=1e-2, state=state)
+        state, metrics = step(state, jax.device_put(batch, place))
+        for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(state["params"]), strict=True):
+            assert after.sharding.is_equivalent_to(before.sharding, after.ndim), (before.sharding, after.sharding)
+    return jax.tree.map(np.asarray, (state["params"], metrics))
+
+expected, expected_metrics = stepped(jax.devices()[:1], 1)
+for parts, axes in ((2, {"data": 1, "slice": 2, "fsdp": 2, "tensor": 2}), (1, {"data": 4, "fsdp": 2})):
+    params, metrics = stepped(jax.devices(), parts, **axes)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, (params, metrics), (expected, expected_metrics))
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_step_of_copies_is_that_of_one():
+    """Each copy adds up its own microbatches; what is summed over the copies at the end is the whole batch's."""
+    child.run(STEP)
+
 
 @pytest.mark.exhaustive  # tests/models/test_sharded_model.py sees one mesh
 @pytest.mark.slow

@@ -121,6 +121,23 @@ def test_only_gradients_cross_slices():
 
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
+def test_gradients_cross_slices_once_a_step():
+    """However many microbatches they are the sum of; heads, widths and rows are spread inside each slice."""
+    sent = []
+    for parts in (1, 4):
+        training = dataclasses.replace(LMM.training, gradient_accumulation=parts)
+        config = dataclasses.replace(with_rows(LMM, 16), training=training)
+        report = compile_step(config, find_topology("v5e:2x2", slices=2))
+        assert report.kernels.calls > 0
+        across = [collective for collective in report.collectives if "slice" in collective.axes]
+        assert {collective.kind for collective in across} == {"all-reduce"}
+        sent.append(sum(collective.sent for collective in across))
+    shard = report.hbm["parameters"]
+    assert sent[0] == sent[1] and shard / 2 < sent[1] < 2 * shard
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
 def test_offload_puts_the_named_activations_into_the_hosts_memory():
     config = with_model(TRANSFORMER, remat="offload")
     report = compile_step(config, find_topology("v5e:1x1"))

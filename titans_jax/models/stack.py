@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.nn import initializers
 
@@ -136,7 +137,12 @@ class TokenStack(BlockStack):
         super().__init__(config, rngs=rngs)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        return sharding.constrain(self.embedding(tokens), sharding.BATCH, None, None)
+        if not sharding.inside_a_copy():
+            return sharding.constrain(self.embedding(tokens), sharding.BATCH, None, None)
+        # XLA's partitioner (jax 0.10.2) fails there where fsdp would turn from the table's width to the tokens' rows.
+        table = sharding.constrain(self.embedding.embedding[...], "tensor", None)
+        x = jnp.take(table.astype(self.embedding.dtype), tokens, axis=0)
+        return sharding.constrain(x, sharding.BATCH, None, None)
 
 
 HEADS: Registry[type[BlockStack]] = Registry("head")

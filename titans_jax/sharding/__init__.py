@@ -25,6 +25,9 @@ shards of parameters; tensor: shards of heads and hidden widths."""
 BATCH = ("slice", "data", "fsdp")
 """Mesh axes over which the rows of a batch are spread."""
 
+COPIES = ("slice", "data")
+"""Mesh axes over which there are copies of the parameters."""
+
 HEADS = "tensor"
 """Mesh axis over which heads are spread, those of attention and of the memory alike."""
 
@@ -110,7 +113,7 @@ def logical(init: Initializer, *axes: str | None) -> Initializer:
 
 def batch_axes(rows: int) -> tuple[str, ...] | None:
     """The mesh axes over which a batch of `rows` rows is spread, None where they do not divide it."""
-    return BATCH if rows % _batch_devices() == 0 else None
+    return _spread_by_compiler(BATCH) if rows % _batch_devices() == 0 else None
 
 
 def batch_shards(rows: int) -> int:
@@ -120,7 +123,7 @@ def batch_shards(rows: int) -> int:
 
 def _batch_devices() -> int:
     shape = jax.sharding.get_abstract_mesh().shape
-    return math.prod(shape.get(axis, 1) for axis in BATCH)
+    return math.prod(shape.get(axis, 1) for axis in _spread_by_compiler(BATCH))
 
 
 def head_shards() -> int:
@@ -136,12 +139,54 @@ def on_devices(function: Callable[..., Any], in_specs: tuple, out_specs: Any) ->
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
+
+    def without_copies(specs: Any) -> Any:
+        known = lambda spec: PartitionSpec(*map(_spread_by_compiler, spec))  # noqa: E731
+        return jax.tree.map(known, specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+
     # A Pallas call does not say over which axes its output varies.
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+        function, in_specs=without_copies(in_specs), out_specs=without_copies(out_specs), check_vma=False
+    )
+
+
+def add_over_copies(function: Callable[[Any, Any], Any], params: Any, rows: Any) -> Any:
+    """The sum of function(params, rows) over the copies of the parameters, each with its own rows.
+
+    What the copies send each other is the sum alone, once, however often `function` itself adds up; the compiler, which
+    could wait with that too, does not. Inside, the compiler spreads over the other axes only.
+
+    Args:
+      rows: leaves [batch, ...], in as many equal parts as there are copies.
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    axes = tuple(axis for axis in COPIES if shape.get(axis, 1) > 1)
+    if not axes:
+        return function(params, rows)
+    return jax.shard_map(
+        lambda params, rows: jax.lax.psum(function(params, rows), axes),
+        in_specs=(PartitionSpec(), PartitionSpec(axes)),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+        check_vma=False,
+    )(params, rows)
+
+
+def inside_a_copy() -> bool:
+    """Whether this is traced by `add_over_copies`, for several copies."""
+    return bool(set(COPIES).intersection(jax.sharding.get_abstract_mesh().manual_axes))
+
+
+def _spread_by_compiler(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    """These mesh axes but for those of `add_over_copies`, over which a function has its own part already."""
+    own = jax.sharding.get_abstract_mesh().manual_axes
+    if isinstance(axes, tuple):
+        return tuple(axis for axis in axes if axis not in own)
+    return None if axes in own else axes
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     """`x` held to these mesh axes, one entry per dimension."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*axes))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(_spread_by_compiler, axes)))

@@ -172,7 +172,7 @@ def compile_step(config: Config, topology: Topology) -> Report:
         graphdef, state = abstract_state(config, mesh)
         training = config.training
         step = make_train_step(
-            graphdef, optimizer_of(config), training.gradient_accumulation, config.optimizer.ema, training.z_loss
+            graphdef, optimizer_of(config), training.gradient_accumulation, config.optimizer.ema, training.z_loss, state
         )
         traced = step.trace(state, abstract_batch(config, mesh))
         lowered = traced.lower()

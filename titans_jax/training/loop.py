@@ -181,7 +181,7 @@ class Trainer:
         if (ema := config.optimizer.ema) is not None:
             self.state["ema"] = jax.tree.map(jnp.copy, self.state["params"])
         self.train_step = make_train_step(
-            graphdef, optimizer, config.training.gradient_accumulation, ema, config.training.z_loss
+            graphdef, optimizer, config.training.gradient_accumulation, ema, config.training.z_loss, self.state
         )
         self.evaluation_step = make_evaluation_step(graphdef)
         self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from titans_jax import sharding
 from titans_jax.models.loss import Batch, loss_sum
 
 State = dict[str, Any]
@@ -25,6 +26,7 @@ def make_train_step(
     accumulation: int,
     ema: float | None = None,
     z_loss: float = 0.0,
+    state: State | None = None,
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """The compiled step: (state, batch) -> (state, {"loss", "grad_norm", "tokens"}), the metrics float32 scalars.
 
@@ -32,11 +34,13 @@ def make_train_step(
     microbatches whose losses are summed and divided once, so padding weighs the same however the batch is cut. A
     step whose loss or gradient norm is not finite changes nothing. `ema`: the decay of the average, where the state has
     one. `z_loss`: weight of the mean squared log partition function over predicted targets, which is trained on beside
-    the loss and is the metric "z_loss", weight included, where it is not 0; for heads that have `losses`. `state` is
-    donated.
+    the loss and is the metric "z_loss", weight included, where it is not 0; for heads that have `losses`. `state`: the
+    first one, or its shapes, where a mesh is set: later ones are spread as it is. The step's own is donated.
     """
     fixed = {"graphdef": graphdef, "optimizer": optimizer, "accumulation": accumulation, "ema": ema, "z_loss": z_loss}
-    return jax.jit(functools.partial(_train_step, **fixed), donate_argnums=0)
+    # Left to itself the compiler spreads some leaves otherwise, and the second step would be compiled again for them.
+    places = None if jax.sharding.get_abstract_mesh().empty else (jax.tree.map(lambda x: x.sharding, state), None)
+    return jax.jit(functools.partial(_train_step, **fixed), donate_argnums=0, out_shardings=places)
 
 
 def _losses(
@@ -63,16 +67,19 @@ def _train_step(
     params = state["params"]
     grad_fn = jax.grad(functools.partial(_losses, graphdef=graphdef, z_loss=z_loss), has_aux=True)
 
-    def microbatch(carry: tuple[dict[str, jax.Array], Any], batch: Batch) -> tuple[Any, None]:
-        grads, sums = grad_fn(params, batch)
-        return jax.tree.map(jnp.add, carry, (sums, grads)), None
+    def sums_of_rows(params: Any, batch: Batch) -> tuple[dict[str, jax.Array], Any]:
+        def microbatch(carry: tuple[dict[str, jax.Array], Any], batch: Batch) -> tuple[Any, None]:
+            grads, sums = grad_fn(params, batch)
+            return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
-    # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own rows when the batch is sharded.
-    batch = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
-    # The losses and their count are of the parameters' dtype; to ask for it would trace the model once more.
-    zero = jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
-    sums = dict.fromkeys(("loss", "tokens", "z_loss") if z_loss else ("loss", "tokens"), zero)
-    (sums, grads), _ = jax.lax.scan(microbatch, (sums, jax.tree.map(jnp.zeros_like, params)), batch)
+        # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own when the batch is sharded.
+        batch = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
+        # The losses and their count are of the parameters' dtype; to ask for it would trace the model once more.
+        zero = jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
+        sums = dict.fromkeys(("loss", "tokens", "z_loss") if z_loss else ("loss", "tokens"), zero)
+        return jax.lax.scan(microbatch, (sums, jax.tree.map(jnp.zeros_like, params)), batch)[0]
+
+    sums, grads = sharding.add_over_copies(sums_of_rows, params, batch)
     tokens = sums.pop("tokens")
     predicted = jnp.maximum(tokens, 1.0)  # a batch of padding only has loss 0 and gradient 0
     means, grads = jax.tree.map(lambda x: x / predicted, (sums, grads))
