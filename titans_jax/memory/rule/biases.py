@@ -137,19 +137,22 @@ class Affine(AffineBias):
 class Lp(AttentionalBias):
     """||read - value||_p^p, p >= 1 (Miras eq 10-11), with the smooth sign and absolute value of its remark 5.
 
-    cotangent p tanh(sharpness r) (r^2 + epsilon)^((p-1)/2); for even p the polynomial p r^(p-1), as it is.
+    cotangent p tanh(sharpness r) (r^2 + epsilon)^((p-1)/2); for even p the polynomial p r^(p-1), as it is. sharpness is
+    open in the paper. None is 50, or what makes the cotangent as steep as its argument at 0, where that is less: where
+    it is steeper, each write magnifies the one before, and no model trains (memory/what_was_tried.md).
     """
 
     p: float = 3.0
-    sharpness: float = 50.0
+    sharpness: float | None = None
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
         if not self.p >= 1:
             raise ValueError(f"p is {self.p!r}: the L_p bias needs p of 1 or more, for example 3.")
-        for field in ("sharpness", "epsilon"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"{field} is {getattr(self, field)!r}: it must be above 0, for example 1e-6.")
+        check_positive("epsilon", self.epsilon)
+        if self.sharpness is None:
+            object.__setattr__(self, "sharpness", min(50.0, self.epsilon ** ((1 - self.p) / 2) / self.p))
+        check_positive("sharpness", self.sharpness)
 
     def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         residual = read - value
@@ -159,10 +162,8 @@ class Lp(AttentionalBias):
 
 
 @register_bias()
-def value_less(sharpness: float = 1.0, epsilon: float = EPSILON) -> Lp:
-    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value. The sharpness of the smooth sign is
-    open; where the sign is steeper than an error of 1 is large, each write magnifies the one before, and no model
-    trains (memory/what_was_tried.md)."""
+def value_less(sharpness: float | None = None, epsilon: float = EPSILON) -> Lp:
+    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value."""
     return Lp(1.0, sharpness, epsilon)
 
 
