@@ -21,23 +21,23 @@ HYBRID = ("lmm", "window")
 
 configs = {
     # OmegaNet: a window of 16 tokens
-    "omeganet_170m": atlas("omeganet", "170m"),  # 170,660,160 parameters, 2.5 GiB
-    "omeganet_340m": atlas("omeganet", "340m"),  # 344,203,392 parameters, 5.1 GiB
-    "omeganet_760m": atlas("omeganet", "760m"),  # 761,668,224 parameters, 11.3 GiB
-    "omeganet_1b": atlas("omeganet", "1b"),  # 1,303,286,448 parameters, 19.4 GiB
+    "omeganet_170m": atlas("omeganet", "170m"),  # 170,660,352 parameters, 2.5 GiB
+    "omeganet_340m": atlas("omeganet", "340m"),  # 344,203,776 parameters, 5.1 GiB
+    "omeganet_760m": atlas("omeganet", "760m"),  # 761,668,608 parameters, 11.3 GiB
+    "omeganet_1b": atlas("omeganet", "1b"),  # 1,303,286,592 parameters, 19.4 GiB
     # OmegaNet, then sliding-window attention
-    "omeganet_h_170m": atlas("omeganet", "170m", HYBRID),  # 170,962,464 parameters, 2.5 GiB
-    "omeganet_h_340m": atlas("omeganet", "340m", HYBRID),  # 340,292,160 parameters, 5.1 GiB
-    "omeganet_h_760m": atlas("omeganet", "760m", HYBRID),  # 762,881,088 parameters, 11.4 GiB
-    "omeganet_h_1b": atlas("omeganet", "1b", HYBRID),  # 1,302,584,664 parameters, 19.4 GiB
+    "omeganet_h_170m": atlas("omeganet", "170m", HYBRID),  # 170,962,560 parameters, 2.5 GiB
+    "omeganet_h_340m": atlas("omeganet", "340m", HYBRID),  # 340,292,352 parameters, 5.1 GiB
+    "omeganet_h_760m": atlas("omeganet", "760m", HYBRID),  # 762,881,280 parameters, 11.4 GiB
+    "omeganet_h_1b": atlas("omeganet", "1b", HYBRID),  # 1,302,584,736 parameters, 19.4 GiB
     # Atlas: the same window, momentum, and steps made orthogonal
-    "atlas_170m": atlas("atlas", "170m"),  # 170,955,456 parameters, 2.5 GiB
-    "atlas_340m": atlas("atlas", "340m"),  # 344,990,592 parameters, 5.1 GiB
-    "atlas_760m": atlas("atlas", "760m"),  # 762,848,640 parameters, 11.4 GiB
-    "atlas_1b": atlas("atlas", "1b"),  # 1,303,876,560 parameters, 19.4 GiB
+    "atlas_170m": atlas("atlas", "170m"),  # 170,955,648 parameters, 2.5 GiB
+    "atlas_340m": atlas("atlas", "340m"),  # 344,990,976 parameters, 5.1 GiB
+    "atlas_760m": atlas("atlas", "760m"),  # 762,849,024 parameters, 11.4 GiB
+    "atlas_1b": atlas("atlas", "1b"),  # 1,303,876,704 parameters, 19.4 GiB
     # Atlas, then sliding-window attention
-    "atlas_h_170m": atlas("atlas", "170m", HYBRID),  # 171,110,112 parameters, 2.5 GiB
-    "atlas_h_340m": atlas("atlas", "340m", HYBRID),  # 340,685,760 parameters, 5.1 GiB
-    "atlas_h_760m": atlas("atlas", "760m", HYBRID),  # 763,471,296 parameters, 11.4 GiB
-    "atlas_h_1b": atlas("atlas", "1b", HYBRID),  # 1,302,879,720 parameters, 19.4 GiB
+    "atlas_h_170m": atlas("atlas", "170m", HYBRID),  # 171,110,208 parameters, 2.5 GiB
+    "atlas_h_340m": atlas("atlas", "340m", HYBRID),  # 340,685,952 parameters, 5.1 GiB
+    "atlas_h_760m": atlas("atlas", "760m", HYBRID),  # 763,471,488 parameters, 11.4 GiB
+    "atlas_h_1b": atlas("atlas", "1b", HYBRID),  # 1,302,879,792 parameters, 19.4 GiB
 }

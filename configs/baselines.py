@@ -41,15 +41,15 @@ configs = {
     "deltanet_760m": baseline("deltanet", "760m"),  # 758,085,504 parameters, 11.3 GiB
     "deltanet_1b": baseline("deltanet", "1b"),  # 1,300,297,872 parameters, 19.4 GiB
     # TTT-Linear
-    "ttt_linear_170m": baseline("ttt_linear", "170m"),  # 170,361,984 parameters, 2.5 GiB
-    "ttt_linear_340m": baseline("ttt_linear", "340m"),  # 340,657,920 parameters, 5.1 GiB
-    "ttt_linear_760m": baseline("ttt_linear", "760m"),  # 762,251,520 parameters, 11.4 GiB
-    "ttt_linear_1b": baseline("ttt_linear", "1b"),  # 1,302,989,088 parameters, 19.4 GiB
+    "ttt_linear_170m": baseline("ttt_linear", "170m"),  # 170,362,176 parameters, 2.5 GiB
+    "ttt_linear_340m": baseline("ttt_linear", "340m"),  # 340,658,304 parameters, 5.1 GiB
+    "ttt_linear_760m": baseline("ttt_linear", "760m"),  # 762,251,904 parameters, 11.4 GiB
+    "ttt_linear_1b": baseline("ttt_linear", "1b"),  # 1,302,989,232 parameters, 19.4 GiB
     # TTT-MLP
-    "ttt_mlp_170m": baseline("ttt_mlp", "170m"),  # 170,214,912 parameters, 2.5 GiB
-    "ttt_mlp_340m": baseline("ttt_mlp", "340m"),  # 338,299,392 parameters, 5.0 GiB
-    "ttt_mlp_760m": baseline("ttt_mlp", "760m"),  # 759,892,992 parameters, 11.3 GiB
-    "ttt_mlp_1b": baseline("ttt_mlp", "1b"),  # 1,298,860,608 parameters, 19.4 GiB
+    "ttt_mlp_170m": baseline("ttt_mlp", "170m"),  # 170,215,104 parameters, 2.5 GiB
+    "ttt_mlp_340m": baseline("ttt_mlp", "340m"),  # 338,299,776 parameters, 5.0 GiB
+    "ttt_mlp_760m": baseline("ttt_mlp", "760m"),  # 759,893,376 parameters, 11.3 GiB
+    "ttt_mlp_1b": baseline("ttt_mlp", "1b"),  # 1,298,860,752 parameters, 19.4 GiB
     # Gated DeltaNet
     "gated_deltanet_170m": baseline("gated_deltanet", "170m"),  # 169,910,784 parameters, 2.5 GiB
     "gated_deltanet_340m": baseline("gated_deltanet", "340m"),  # 339,061,248 parameters, 5.1 GiB

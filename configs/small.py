@@ -53,20 +53,20 @@ configs = {
     "hgrn2_small": small("hgrn2"),  # 1,909,504 parameters
     "deltanet_small": small("deltanet"),  # 1,910,536 parameters
     "longhorn_small": small("longhorn"),  # 1,910,536 parameters
-    "ttt_linear_small": small("ttt_linear"),  # 1,945,872 parameters
+    "ttt_linear_small": small("ttt_linear"),  # 1,945,880 parameters
     "gated_deltanet_small": small("gated_deltanet"),  # 1,912,608 parameters
     "rwkv7_small": small("rwkv7"),  # 1,959,680 parameters
     "delta_product_small": small("delta_product"),  # 2,180,904 parameters
     "mesa_small": small("mesa"),  # 1,913,104 parameters
-    "ttt_mlp_small": small("ttt_mlp"),  # 2,048,288 parameters
+    "ttt_mlp_small": small("ttt_mlp"),  # 2,048,296 parameters
     "kimi_delta_attention_small": small("kimi_delta_attention"),  # 1,944,336 parameters
     "gated_deltanet_2_small": small("gated_deltanet_2"),  # 1,976,072 parameters
     "comba_small": small("comba"),  # 1,912,624 parameters
     "preconditioned_delta_small": small("preconditioned_delta"),  # 1,916,744 parameters
     "preconditioned_kimi_small": small("preconditioned_kimi"),  # 1,948,472 parameters
-    "omeganet_small": small("omeganet"),  # 2,079,128 parameters
-    "atlas_small": small("atlas"),  # 2,083,240 parameters
-    "dla_small": small("dla"),  # 2,048,288 parameters
+    "omeganet_small": small("omeganet"),  # 2,079,136 parameters
+    "atlas_small": small("atlas"),  # 2,083,248 parameters
+    "dla_small": small("dla"),  # 2,048,296 parameters
     # LaCT (arXiv 2505.23884): chunks as long as the window of the attention beside them
     "lact_small": small("lact", pattern=("mag",), chunk_size=64, forget="preset"),  # 2,773,808 parameters
     "mamba3_small": small("mamba3"),  # 1,924,904 parameters
@@ -76,7 +76,7 @@ configs = {
     "hope_small": small("hope", ("hope",), continuum_chunks=LEVELS),  # 2,439,452 parameters
     "hope_attention_small": small("hope", ("hope_attention",), continuum_chunks=LEVELS),  # 1,906,956 parameters
     # Memory Caching (arXiv 2602.24281): Titans, read together with what it was at the ends of earlier segments
-    "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,472 parameters
+    "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,480 parameters
     # TNT (arXiv 2511.07343): a global memory of long chunks, and a local one that restarts with every shard
-    "tnt_small": small("titans", chunk_size=64, local_chunks=(8,), shard=64),  # 2,196,320 parameters
+    "tnt_small": small("titans", chunk_size=64, local_chunks=(8,), shard=64),  # 2,196,328 parameters
 }

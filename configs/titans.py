@@ -20,29 +20,29 @@ from titans_jax.config.papers import titans
 
 configs = {
     # LMM, the memory alone
-    "lmm_170m": titans("lmm", "170m"),  # 169,920,384 parameters, 2.5 GiB
-    "lmm_340m": titans("lmm", "340m"),  # 342,232,320 parameters, 5.1 GiB
-    "lmm_400m": titans("lmm", "400m"),  # 398,855,424 parameters, 5.9 GiB
-    "lmm_760m": titans("lmm", "760m"),  # 758,714,112 parameters, 11.3 GiB
-    "lmm_1b": titans("lmm", "1b"),  # 1,304,169,312 parameters, 19.4 GiB
+    "lmm_170m": titans("lmm", "170m"),  # 169,920,576 parameters, 2.5 GiB
+    "lmm_340m": titans("lmm", "340m"),  # 342,232,704 parameters, 5.1 GiB
+    "lmm_400m": titans("lmm", "400m"),  # 398,855,808 parameters, 5.9 GiB
+    "lmm_760m": titans("lmm", "760m"),  # 758,714,496 parameters, 11.3 GiB
+    "lmm_1b": titans("lmm", "1b"),  # 1,304,169,456 parameters, 19.4 GiB
     # MAC, memory as context
-    "mac_170m": titans("mac", "170m"),  # 169,957,248 parameters, 2.5 GiB
-    "mac_340m": titans("mac", "340m"),  # 340,757,760 parameters, 5.1 GiB
-    "mac_400m": titans("mac", "400m"),  # 402,099,456 parameters, 6.0 GiB
-    "mac_760m": titans("mac", "760m"),  # 758,861,568 parameters, 11.3 GiB
-    "mac_1b": titans("mac", "1b"),  # 1,299,598,176 parameters, 19.4 GiB
+    "mac_170m": titans("mac", "170m"),  # 169,957,440 parameters, 2.5 GiB
+    "mac_340m": titans("mac", "340m"),  # 340,758,144 parameters, 5.1 GiB
+    "mac_400m": titans("mac", "400m"),  # 402,099,840 parameters, 6.0 GiB
+    "mac_760m": titans("mac", "760m"),  # 758,861,952 parameters, 11.3 GiB
+    "mac_1b": titans("mac", "1b"),  # 1,299,598,320 parameters, 19.4 GiB
     # MAG, memory as gate
-    "mag_170m": titans("mag", "170m"),  # 169,938,816 parameters, 2.5 GiB
-    "mag_340m": titans("mag", "340m"),  # 340,708,608 parameters, 5.1 GiB
-    "mag_400m": titans("mag", "400m"),  # 402,050,304 parameters, 6.0 GiB
-    "mag_760m": titans("mag", "760m"),  # 758,787,840 parameters, 11.3 GiB
-    "mag_1b": titans("mag", "1b"),  # 1,299,524,448 parameters, 19.4 GiB
+    "mag_170m": titans("mag", "170m"),  # 169,939,008 parameters, 2.5 GiB
+    "mag_340m": titans("mag", "340m"),  # 340,708,992 parameters, 5.1 GiB
+    "mag_400m": titans("mag", "400m"),  # 402,050,688 parameters, 6.0 GiB
+    "mag_760m": titans("mag", "760m"),  # 758,788,224 parameters, 11.3 GiB
+    "mag_1b": titans("mag", "1b"),  # 1,299,524,592 parameters, 19.4 GiB
     # MAL, memory as layer
-    "mal_170m": titans("mal", "170m"),  # 169,929,600 parameters, 2.5 GiB
-    "mal_340m": titans("mal", "340m"),  # 339,111,168 parameters, 5.1 GiB
-    "mal_400m": titans("mal", "400m"),  # 400,452,864 parameters, 6.0 GiB
-    "mal_760m": titans("mal", "760m"),  # 758,750,976 parameters, 11.3 GiB
-    "mal_1b": titans("mal", "1b"),  # 1,301,846,880 parameters, 19.4 GiB
+    "mal_170m": titans("mal", "170m"),  # 169,929,792 parameters, 2.5 GiB
+    "mal_340m": titans("mal", "340m"),  # 339,111,552 parameters, 5.1 GiB
+    "mal_400m": titans("mal", "400m"),  # 400,453,248 parameters, 6.0 GiB
+    "mal_760m": titans("mal", "760m"),  # 758,751,360 parameters, 11.3 GiB
+    "mal_1b": titans("mal", "1b"),  # 1,301,847,024 parameters, 19.4 GiB
     # Transformer++, the baseline
     "transformer_170m": titans("attention", "170m"),  # 169,495,296 parameters, 2.5 GiB
     "transformer_340m": titans("attention", "340m"),  # 341,099,520 parameters, 5.1 GiB

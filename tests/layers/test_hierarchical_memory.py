@@ -152,7 +152,8 @@ def recurrence(config, x):
             W = [*W[:i], each.write(W[i], rows[token], k[token], v[token]), *W[i + 1 :]]
             answer = answer + each.read([state.weights for state in W[i]], projected)
         reads.append(answer)
-    y = rms_norm(np.array(reads), params["norm", "scale"]).reshape(len(x), -1)
+    reads = np.array(reads) + model.skip(named, rows, slice(len(PERSISTENT), None))
+    y = rms_norm(reads, params["norm", "scale"]).reshape(len(x), -1)
     return (y * silu(x @ params["output_gate", "kernel"])) @ params["output_projection", "kernel"]
 
 

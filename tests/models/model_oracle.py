@@ -97,6 +97,7 @@ class Model:
                 z = rms_norm(x[t] + y, p["write_norm", "scale"])
             zs = np.concatenate([zs, z])
             reads, states = self.write(p, zs, slice(t, t + 1), states)
+            reads = reads + self.skip(p, zs, slice(t, t + 1))
             out.append(self.merge(p, y, self.leave(p, z, reads))[0])
         return np.array(out)
 
@@ -158,9 +159,21 @@ class Model:
         count = len(history) + len(x)
         y = sum(taps[lag] * rows[len(taps) - 1 - lag :][:count] for lag in range(len(taps)))[len(history) :]
         y = self.split(silu(y) if self.config.memory.activation else y)
+        unit = y / np.sqrt(np.sum(y**2, axis=-1, keepdims=True) + 1e-6)
         if name == "value":
-            return y
-        return y / np.sqrt(np.sum(y**2, axis=-1, keepdims=True) + 1e-6)
+            return unit * np.sqrt(self.config.head_dim) if self.sized() else y
+        return unit
+
+    def sized(self):
+        """Whether values are as large as what a memory behind a norm says."""
+        said, behind = self.config.memory.normalize_values, self.config.memory.architecture in (None, "residual_mlp")
+        return behind if said is None else said
+
+    def skip(self, p, rows, part):
+        """What the values of rows[part] add to reads, [rows, heads, head_dim]."""
+        if ("memory", "skip") not in p:
+            return 0.0
+        return p["memory", "skip"][:, None] * self.features(p, "value", rows, None)[part]
 
     def write(self, p, rows, part, states):
         """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""
@@ -226,10 +239,12 @@ class Model:
         if len(prefix):
             _, states = self.write(p, rows, slice(0, len(prefix)), states)
             states = [oracle.State(state.weights, state.momentum, state.weights, 0) for state in states]
+        part = slice(len(prefix), None)
         if self.config.memory.caching is not None:
-            return self.leave(p, x, self.cached_reads(p, x, rows, states))
-        reads, _ = self.write(p, rows, slice(len(prefix), None), states)
-        return self.leave(p, x, reads)
+            reads = self.cached_reads(p, x, rows, states)
+        else:
+            reads, _ = self.write(p, rows, part, states)
+        return self.leave(p, x, reads + self.skip(p, rows, part))
 
     def cached_reads(self, p, x, rows, first):
         """Memory Caching, token by token: reads of x, which comes last in `rows`, from the states `first` on."""

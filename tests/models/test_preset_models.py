@@ -9,7 +9,7 @@ import pytest
 import small_models as small
 
 from titans_jax import memory
-from titans_jax.config import ConfigError, MemoryConfig, gate_choices, memory_rule
+from titans_jax.config import ConfigError, MemoryConfig, gate_choices, memory_rule, sizes_values, skips_values
 from titans_jax.memory.rule.presets import PRESETS
 
 
@@ -19,7 +19,7 @@ def model_of(preset, *pattern):
 
 def test_a_configuration_names_what_is_registered():
     for name, preset in PRESETS.items():
-        config = MemoryConfig(preset=name, forget_to="zero", bound_slope=False)
+        config = MemoryConfig(preset=name, forget_to="zero", bound_slope=False, normalize_values=False)
         assert name == preset.name and gate_choices(config) == preset.gates
         assert memory_rule(config) == preset.make()
     assert gate_choices(MemoryConfig(preset="mamba2")) == memory.GateChoices("rate", "rate")
@@ -35,6 +35,21 @@ def test_what_has_a_learned_start_forgets_to_it():
         assert memory_rule(config) == normed
         assert gate_choices(config).forget_bias == (-5.0 if learned else preset.gates.forget_bias)
         assert gate_choices(dataclasses.replace(config, forget_bias=-3.0)).forget_bias == -3.0
+
+
+def test_values_behind_a_norm_are_sized_and_added():
+    """Unless told otherwise; steps with a bound and momentum are then small at first."""
+    for name, preset in PRESETS.items():
+        config, behind = MemoryConfig(preset=name), preset.make().architecture.normalized
+        assert sizes_values(config) == skips_values(config) == behind
+        told = dataclasses.replace(config, normalize_values=not behind)
+        assert sizes_values(told) == (not behind)
+        for each in (config, told):
+            bounded, momentum = preset.gates.step_size == "bounded", preset.make().algorithm.has_momentum
+            low = bounded and momentum and sizes_values(each)
+            assert gate_choices(each).step_size == ("bounded_low" if low else preset.gates.step_size)
+    several = MemoryConfig(preset="delta_product", normalize_values=True)
+    assert sizes_values(several) and not skips_values(several)
 
 
 def test_fields_of_a_configuration_set_arguments_of_the_parts_it_names():

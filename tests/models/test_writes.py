@@ -44,7 +44,7 @@ def both(config):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reads_are_those_of_the_start(family):
     """`memorize` without writes is `memory.retrieve` at the initial state, head by head; the state stays there."""
-    config = small.config("lmm", memory={"gate_rank": 4} | FAMILIES[family], depth=1)
+    config = small.config("lmm", memory={"gate_rank": 4, "value_skip": False} | FAMILIES[family], depth=1)
     with jax.enable_x64(True):
         layer = jax.jit(lambda: NeuralMemory(config, rngs=nnx.Rngs(0)))()
         x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 11, config.dim)))

@@ -8,6 +8,8 @@ from titans_jax.config.rules import (
     memory_rule,
     read_call,
     registered,
+    sizes_values,
+    skips_values,
     step_size_bound,
 )
 from titans_jax.config.schema import (
@@ -52,6 +54,8 @@ __all__ = [
     "memory_rule",
     "read_call",
     "registered",
+    "sizes_values",
+    "skips_values",
     "step_size_bound",
     "to_dict",
     "unknown_field",

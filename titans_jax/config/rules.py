@@ -46,6 +46,9 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     from titans_jax.memory.rule.gate_choices import FORGET_BIAS, OPEN_BIAS
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
+    if gates.step_size == "bounded" and rule.algorithm.has_momentum and sizes_values(config):
+        # Their loss is as steep as they are large, and momentum makes of steps of half the bound twice as much.
+        changed["step_size"] = "bounded_low"
     to_start = rule.forget_to_start
     if config.forget_bias is not None:
         changed["forget_bias"] = config.forget_bias
@@ -73,6 +76,26 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
             f"model.memory.forget is {config.forget} and channel_retention {config.channel_retention}; the gates of "
             f"{config.preset} cannot be changed so ({str(error).rstrip('.')}): use auto and None"
         ) from error
+
+
+def sizes_values(config: MemoryConfig) -> bool:
+    """Whether values are given the size of what a memory behind a norm says of a token."""
+    said = config.normalize_values
+    return memory_rule(config).architecture.normalized if said is None else said
+
+
+def skips_values(config: MemoryConfig) -> bool:
+    """Whether a token's own values are added to what a memory says.
+
+    Raises:
+      ConfigError: they shall be, and are several.
+    """
+    several = _preset(config).gates.projected_steps(memory_rule(config))
+    if config.value_skip and several > 1:
+        raise ConfigError(
+            f"model.memory.value_skip is True, and a token has {several} values with preset {config.preset}; use False"
+        )
+    return sizes_values(config) and several == 1 if config.value_skip is None else config.value_skip
 
 
 def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":

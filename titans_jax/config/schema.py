@@ -84,15 +84,15 @@ class MemoryConfig:
     """How training starts with the keys: as the queries of one token before, so that a memory says of a token what
     followed its like; or on their own. Without a convolution, or where a token has several keys or ones that are gates,
     always the latter."""
-    normalize_values: bool = False
+    normalize_values: bool | None = None
     """Give the values of every head a root mean square of 1, which is that of what a memory behind a norm says of a
-    token: what was written is then no small part of what is read. The papers normalise keys and queries only. With
-    first steps of today's size one byte, again and again, is then too much for a fresh memory with momentum: use a
-    `max_step_size` of 1 with it."""
-    value_skip: bool = False
+    token: what was written is then no small part of what is read. As the loss is as steep as its values are large,
+    steps with momentum then start at an eighth of `max_step_size`, not at half of it. None: where there is such a norm;
+    False is the papers' letter, which normalises keys and queries only."""
+    value_skip: bool | None = None
     """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
     a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).
-    Mamba-3's memories have their own, which starts at 1."""
+    Mamba-3's memories have their own, from 1. None: as `normalize_values`, but where a token has several values."""
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""
@@ -394,8 +394,10 @@ BEFORE: Mapping[str, Any] = {
     "model.memory.forget": "preset",
     "model.memory.forget_to": "zero",
     "model.memory.key_start": "random",
+    "model.memory.normalize_values": False,
     "model.memory.share_steps": False,
     "model.memory.step_unit": "head_dim",
+    "model.memory.value_skip": False,
 }
 """What models did before these fields existed: a configuration that was saved without them means this."""
 

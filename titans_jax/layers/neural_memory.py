@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from titans_jax import memory
-from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule
+from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule, sizes_values, skips_values
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import MemoryGates
@@ -91,11 +91,11 @@ class NeuralMemory(HeadReads):
         projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
         gate = choices.complement_keys  # what a key's channel forgets decides both
         self.key = projected(unit_norm=not gate, logits=gate)
-        self.value = projected(unit_norm=config.memory.normalize_values)
+        self.value = projected(unit_norm=sizes_values(config.memory))
         if config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1:
             start_as_induction(self.query, self.key)
         self._make_memories(config, rngs=rngs)
-        self.skip = self._make_skip(config, copies) if config.memory.value_skip else None
+        self.skip = self._make_skip(config) if skips_values(config.memory) else None
         self.make_output(config, rngs=rngs)
 
     def _make_memories(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
@@ -123,13 +123,8 @@ class NeuralMemory(HeadReads):
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
         self.rotation = Rotation(config, rngs=rngs) if choices.rotated_keys else None
 
-    def _make_skip(self, config: ModelConfig, copies: int) -> nnx.Param | None:
+    def _make_skip(self, config: ModelConfig) -> nnx.Param | None:
         """The factors of `value_skip` [h]; none where a rotation has them."""
-        if copies > 1:
-            raise ConfigError(
-                f"model.memory.value_skip is True, and a token has {copies} values with preset "
-                f"{config.memory.preset}; use False"
-            )
         if self.rotation is not None:
             return None
         start = jnp.full(config.num_heads, FIRST_SKIP, param_dtype(config))
