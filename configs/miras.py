@@ -42,13 +42,13 @@ configs = {
     "yaad_h_760m": miras("yaad", "760m", HYBRID),  # 762,085,824 parameters, 11.4 GiB
     "yaad_h_1b": miras("yaad", "1b", HYBRID),  # 1,304,002,920 parameters, 19.4 GiB
     # Memora: Kullback-Leibler retention
-    "memora_170m": miras("memora", "170m"),  # 169,349,184 parameters, 2.5 GiB
-    "memora_340m": miras("memora", "340m"),  # 340,708,992 parameters, 5.1 GiB
-    "memora_760m": miras("memora", "760m"),  # 756,428,928 parameters, 11.3 GiB
-    "memora_1b": miras("memora", "1b"),  # 1,302,473,712 parameters, 19.4 GiB
+    "memora_170m": miras("memora", "170m"),  # 169,348,992 parameters, 2.5 GiB
+    "memora_340m": miras("memora", "340m"),  # 340,708,608 parameters, 5.1 GiB
+    "memora_760m": miras("memora", "760m"),  # 756,428,544 parameters, 11.3 GiB
+    "memora_1b": miras("memora", "1b"),  # 1,302,473,568 parameters, 19.4 GiB
     # Memora: Kullback-Leibler retention; then sliding-window attention
-    "memora_h_170m": miras("memora", "170m", HYBRID),  # 170,306,976 parameters, 2.5 GiB
-    "memora_h_340m": miras("memora", "340m", HYBRID),  # 338,544,960 parameters, 5.0 GiB
-    "memora_h_760m": miras("memora", "760m", HYBRID),  # 760,261,440 parameters, 11.3 GiB
-    "memora_h_1b": miras("memora", "1b", HYBRID),  # 1,302,178,296 parameters, 19.4 GiB
+    "memora_h_170m": miras("memora", "170m", HYBRID),  # 170,306,880 parameters, 2.5 GiB
+    "memora_h_340m": miras("memora", "340m", HYBRID),  # 338,544,768 parameters, 5.0 GiB
+    "memora_h_760m": miras("memora", "760m", HYBRID),  # 760,261,248 parameters, 11.3 GiB
+    "memora_h_1b": miras("memora", "1b", HYBRID),  # 1,302,178,224 parameters, 19.4 GiB
 }

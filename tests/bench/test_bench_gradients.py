@@ -62,12 +62,12 @@ def test_writes_of_signs_do_not_magnify_each_other():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["titans", "memora"])
-def test_one_byte_again_and_again_does_not_throw_a_fresh_memory_farther(preset):
-    """As it would with steps that begin as large and values of the size of reads (memory/what_was_tried.md)."""
-    config = ModelConfig(
-        pattern=("lmm",), dim=32, depth=1, num_heads=2, head_dim=16, memory=MemoryConfig(preset=preset, chunk_size=16)
-    )
+@pytest.mark.parametrize("block, preset", [("lmm", "titans"), ("mac", "titans"), ("mac", "memora")])
+def test_one_byte_again_and_again_does_not_throw_a_fresh_memory_farther(block, preset):
+    """As it would Titans with first steps of half the bound, and Memora with values of the size of reads
+    (memory/what_was_tried.md)."""
+    memory = MemoryConfig(preset=preset, chunk_size=16)
+    config = ModelConfig(pattern=(block,), dim=32, depth=1, num_heads=2, head_dim=16, segment=64, memory=memory)
     graphdef, params = init_model(config, seed=1)
     text = jnp.asarray(made_texts(2049)["constant"])[None]
     short, long = (gradient_norm(graphdef)(params, text[:, : length + 1]) for length in (512, 2048))

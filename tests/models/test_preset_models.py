@@ -38,15 +38,17 @@ def test_what_has_a_learned_start_forgets_to_it():
 
 
 def test_values_behind_a_norm_are_sized_and_added():
-    """Unless told otherwise; steps with a bound and momentum are then small at first."""
+    """Unless told otherwise, or the weights are made of logits; steps with a bound, and with momentum or for logits,
+    are then small at first."""
     for name, preset in PRESETS.items():
-        config, behind = MemoryConfig(preset=name), preset.make().architecture.normalized
+        rule = preset.make()
+        config, behind = MemoryConfig(preset=name), rule.architecture.normalized and name != "memora"
         assert sizes_values(config) == skips_values(config) == behind
         told = dataclasses.replace(config, normalize_values=not behind)
         assert sizes_values(told) == (not behind)
         for each in (config, told):
-            bounded, momentum = preset.gates.step_size == "bounded", preset.make().algorithm.has_momentum
-            low = bounded and momentum and sizes_values(each)
+            bounded, steep = preset.gates.step_size == "bounded", rule.algorithm.has_momentum or name == "memora"
+            low = bounded and steep and sizes_values(each)
             assert gate_choices(each).step_size == ("bounded_low" if low else preset.gates.step_size)
     several = MemoryConfig(preset="delta_product", normalize_values=True)
     assert sizes_values(several) and not skips_values(several)

@@ -46,8 +46,9 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     from titans_jax.memory.rule.gate_choices import FORGET_BIAS, OPEN_BIAS
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
-    if gates.step_size == "bounded" and rule.algorithm.has_momentum and sizes_values(config):
-        # Their loss is as steep as they are large, and momentum makes of steps of half the bound twice as much.
+    steep = rule.algorithm.has_momentum or rule.retention.positive
+    if gates.step_size == "bounded" and steep and sizes_values(config):
+        # Their loss is as steep as they are large; momentum makes of a step twice as much, and logits grow by factors.
         changed["step_size"] = "bounded_low"
     to_start = rule.forget_to_start
     if config.forget_bias is not None:
@@ -80,8 +81,10 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 
 def sizes_values(config: MemoryConfig) -> bool:
     """Whether values are given the size of what a memory behind a norm says of a token."""
-    said = config.normalize_values
-    return memory_rule(config).architecture.normalized if said is None else said
+    if config.normalize_values is not None:
+        return config.normalize_values
+    rule = memory_rule(config)
+    return rule.architecture.normalized and not rule.retention.positive
 
 
 def skips_values(config: MemoryConfig) -> bool:

@@ -87,8 +87,9 @@ class MemoryConfig:
     normalize_values: bool | None = None
     """Give the values of every head a root mean square of 1, which is that of what a memory behind a norm says of a
     token: what was written is then no small part of what is read. As the loss is as steep as its values are large,
-    steps with momentum then start at an eighth of `max_step_size`, not at half of it. None: where there is such a norm;
-    False is the papers' letter, which normalises keys and queries only."""
+    steps with momentum then start at an eighth of `max_step_size`, not at half of it. None: where there is such a norm,
+    but for weights made of logits (Memora), which one byte again and again makes unstable in mac then; False is the
+    papers' letter, which normalises keys and queries only."""
     value_skip: bool | None = None
     """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
     a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).
