@@ -150,15 +150,15 @@ class Lp(AttentionalBias):
         if not self.p >= 1:
             raise ValueError(f"p is {self.p!r}: the L_p bias needs p of 1 or more, for example 3.")
         check_positive("epsilon", self.epsilon)
-        if self.sharpness is None:
-            object.__setattr__(self, "sharpness", min(50.0, self.epsilon ** ((1 - self.p) / 2) / self.p))
-        check_positive("sharpness", self.sharpness)
+        if self.sharpness is not None:
+            check_positive("sharpness", self.sharpness)
 
     def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         residual = read - value
         if self.p % 2 == 0:
             return jnp.sum(residual ** int(self.p), axis=-1)
-        return jnp.sum(smooth_power(self.p, self.sharpness, self.epsilon, residual), axis=-1)
+        sharpness = self.sharpness or min(50.0, self.epsilon ** ((1 - self.p) / 2) / self.p)
+        return jnp.sum(smooth_power(self.p, sharpness, self.epsilon, residual), axis=-1)
 
 
 @register_bias()
