@@ -58,6 +58,8 @@ for axes in ({"data": 2, "fsdp": 2, "tensor": 2}, {"slice": 2, "data": 1, "fsdp"
     check(spread, alone)
     kernel = spread[1]["cycles"]["blocks"][0]["feed_forward"]["up"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (2, 16 // axes["fsdp"], 32 // axes.get("tensor", 1))
+    first = spread[1]["cycles"]["blocks"][0]["memory"]["start_weights"][0]  # [layers, heads, rows, columns]
+    assert first.addressable_shards[0].data.size == first.size // axes["fsdp"] // axes.get("tensor", 1)
 
 # Names and their policies work alike in attention, which compiles faster.
 transformer = dataclasses.replace(LMM, pattern=("attention",))

@@ -34,8 +34,10 @@ from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.sharding import (
     HEADS,
     batch_axes,
+    constrain,
     logical,
     on_devices,
+    wide_sides,
 )
 
 FIRST_SKIP = 0.5
@@ -106,13 +108,13 @@ class NeuralMemory(HeadReads):
         keys = jax.random.split(rngs.params(), config.num_heads)
         start = jax.vmap(lambda key: memory.init_params(self.rule, key, config.head_dim))(keys)
 
-        def parameter(value: jax.Array) -> nnx.Param:
-            axes = ("heads",) + (None,) * (value.ndim - 1)
+        def parameter(value: jax.Array, axes: tuple[str | None, ...]) -> nnx.Param:
             return nnx.Param(logical(lambda: value.astype(param_dtype(config)), *axes)())
 
-        weights = start.pop("weights")
-        self.start_weights = nnx.List([parameter(weight) for weight in weights] if self.rule.learned_start else [])
-        self.slow = nnx.Dict({name: parameter(value) for name, value in start.items()})
+        weights = [parameter(weight, wide_sides(weight.shape)) for weight in start.pop("weights")]
+        self.start_weights = nnx.List(weights if self.rule.learned_start else [])
+        by_head = lambda value: ("heads",) + (None,) * (value.ndim - 1)  # noqa: E731
+        self.slow = nnx.Dict({name: parameter(value, by_head(value)) for name, value in start.items()})
 
         choices = gate_choices(config.memory)
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
@@ -295,7 +297,9 @@ class NeuralMemory(HeadReads):
         """The memory's slow parameters, with a leading heads axis."""
         slow = {name: value[...] for name, value in self.slow.items()}
         if self.rule.learned_start:
-            return {"weights": tuple(weight[...] for weight in self.start_weights), **slow}
+            # Whole on every device before the memory runs: a chunk of it never waits for another device.
+            whole = (constrain(weight[...], HEADS, None, None) for weight in self.start_weights)
+            return {"weights": tuple(whole), **slow}
         shapes = self.rule.shapes(self.head_dim)
         dtype = wide_dtype(self.dtype)
         return {"weights": tuple(jnp.zeros((self.num_heads, *shape), dtype) for shape in shapes), **slow}

@@ -111,6 +111,16 @@ def logical(init: Initializer, *axes: str | None) -> Initializer:
     return init if jax.sharding.get_abstract_mesh().empty else nnx.with_partitioning(init, axes)
 
 
+def wide_sides(shape: tuple[int, ...]) -> tuple[str | None, ...]:
+    """Logical axes of the matrices [heads, rows, columns] that memories start from: heads, and the wider side like the
+    width of the residual stream, where the shards of parameters divide it."""
+    names: list[str | None] = ["heads"] + [None] * (len(shape) - 1)
+    widest = max(range(1, len(shape)), key=lambda side: shape[side])
+    if shape[widest] % jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) == 0:
+        names[widest] = "embed"
+    return tuple(names)
+
+
 def batch_axes(rows: int) -> tuple[str, ...] | None:
     """The mesh axes over which a batch of `rows` rows is spread, None where they do not divide it."""
     return _spread_by_compiler(BATCH) if rows % _batch_devices() == 0 else None
