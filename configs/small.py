@@ -77,6 +77,9 @@ configs = {
     "hope_attention_small": small("hope", ("hope_attention",), continuum_chunks=LEVELS),  # 1,906,956 parameters
     # Memory Caching (arXiv 2602.24281): Titans, read together with what it was at the ends of earlier segments
     "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,480 parameters
+    # TPTT (arXiv 2506.17671): a Transformer++, and a memory beside a window of its attention (`training.init_from`)
+    "transformer_small": small("titans", ("attention",)),  # 1,770,752 parameters
+    "retrofit_small": small("titans", ("retrofit",)),  # 2,577,208 parameters
     # TNT (arXiv 2511.07343): a global memory of long chunks, and a local one that restarts with every shard
     "tnt_small": small("titans", chunk_size=64, local_chunks=(8,), shard=64),  # 2,196,328 parameters
 }

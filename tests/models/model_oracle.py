@@ -77,6 +77,10 @@ class Model:
         normed = rms_norm(x, p["attention_norm", "scale"])
         return self.causal_attention(p, normed, self.config.window, np.zeros((0, self.config.dim)))
 
+    def retrofit(self, p, x):
+        said = self.memory(p, rms_norm(x, p["attention_norm", "scale"]))
+        return (1 - p["share",]) * self.window(p, x) + p["share",] * said
+
     def mac(self, p, x):
         """Token by token over segments; everything before a token's own row is already final."""
         segment, prefix = self.config.segment, self.persistent(p)

@@ -16,7 +16,7 @@ from flax import nnx
 from titans_jax.models import LanguageModel
 from titans_jax.models.loss import loss_sum
 
-BLOCKS = ("lmm", "mac", "mag", "mal")
+BLOCKS = ("lmm", "mac", "mag", "mal", "retrofit")
 PRESETS = ("titans", "moneta", "yaad", "memora", "ttt_linear", "ttt_mlp")
 NOISE, STEP, TOLERANCE = 0.1, 1e-5, 1e-6
 

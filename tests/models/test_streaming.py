@@ -14,6 +14,7 @@ PROMPTS = {
     "mal": CHUNKS,
     "attention": [1, 5],
     "window": [1, small.WINDOW - 1, small.WINDOW, small.WINDOW + 1],
+    "retrofit": [*CHUNKS, small.WINDOW],
 }
 
 

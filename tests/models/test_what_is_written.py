@@ -10,7 +10,7 @@ from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.models import LanguageModel
 
-BLOCKS = ("lmm", "mac", "mag", "mal")
+BLOCKS = ("lmm", "mac", "mag", "mal", "retrofit")
 
 
 def model(block, preset="titans", **fields):

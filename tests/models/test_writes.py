@@ -69,7 +69,7 @@ def test_reads_are_those_of_the_start(family):
 
 
 @pytest.mark.slow_but_for("mac")
-@pytest.mark.parametrize("kind", ["lmm", "mac", "mag", "mal"])
+@pytest.mark.parametrize("kind", ["lmm", "mac", "mag", "mal", "retrofit"])
 def test_streaming_equals_training_and_no_memory_moves(kind):
     """A prompt that ends inside a chunk and a segment, then token by token; float64."""
     with jax.enable_x64(True):

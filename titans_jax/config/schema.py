@@ -241,6 +241,9 @@ class OptimizerConfig:
     ema: float | None = None
     """Decay of a moving average of the weights, such as 0.999, which evaluations, samples and whoever loads the run use
     in their place; None keeps none."""
+    train_only: tuple[str, ...] = ()
+    """What is trained, by names in the paths of parameters, such as `memory share`: all others stay as they are, and
+    have no moments. () is everything."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +286,8 @@ class TrainingConfig:
     """Where scalars go beside metrics.jsonl; `wandb` needs that package, and goes on with the run it began."""
     init_from: str | None = None
     """A run, or a folder that `titans export` wrote, whose weights training begins with: same shapes, same tokenizer;
-    optimizer, data and all else are this configuration's. Once there is a checkpoint, it is what counts."""
+    optimizer, data and all else are this configuration's. `retrofit` blocks begin with those of attention or window
+    blocks, and with memories of their own. Once there is a checkpoint, it is what counts."""
     sample_prompt: str = "def "
     """Text that the sample of each evaluation continues."""
     sample_tokens: int = 256

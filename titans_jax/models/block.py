@@ -27,10 +27,12 @@ from titans_jax.registry import Registry
 class Block(nnx.Module):
     """One layer of a model with its residual connections, [batch, time, dim] -> [batch, time, dim].
 
-    has_memory: the block holds a memory of `config.memory`, and reports on it.
+    has_memory: the block holds a memory of `config.memory`, and reports on it. added: its parts that a run may lack
+    which another one begins with (`training.init_from`).
     """
 
     has_memory = False
+    added: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         """The block's parameters, drawn from `rngs`."""

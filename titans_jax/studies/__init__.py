@@ -8,6 +8,7 @@ from titans_jax.studies import (  # noqa: F401  (they register their studies)
     length,
     mad,
     mqar,
+    retrofit,
     state_tracking,
     step_size,
     variants,

@@ -10,6 +10,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titans_jax import plots
 from titans_jax.config import ConfigError, MemoryConfig
@@ -115,19 +116,9 @@ class LengthStudy(Study):
         with plots.panels(file, len(blocks), 3 + 3.5 * across, 4.5 * -(-len(blocks) // 4), note=note) as panels:
             for axes, block in zip(panels, blocks, strict=True):
                 for row in [row for row in rows if row.labels["block"] == block and row not in plain] + plain:
-                    if not row.curve("carried"):
-                        continue
                     name = line_name(options, row)
-                    color, ends = colors[names.index(name) % 10], [value.mean for value in row.curve("ends")]
-                    carried, fresh = (
-                        [math.nan if value.mean is None else value.mean for value in row.curve(which)]
-                        for which in ("carried", "fresh")
-                    )
-                    sds = [value.sd or 0 for value in row.curve("carried")]
-                    axes.errorbar(ends, carried, sds, color=color, marker="o", markersize=4, capsize=3, label=name)
-                    axes.plot(ends, fresh, color=color, linestyle="--", linewidth=1)
-                axes.set_xscale("log", base=2)
-                axes.set(title=block, xlabel="position (end of the bucket)")
+                    draw_positions(axes, row, name, colors[names.index(name) % 10])
+                axes.set(title=block)
                 axes.legend(fontsize="x-small")
             panels[0].set_ylabel("loss, nats per token; dashed: state emptied")
 
@@ -146,6 +137,21 @@ class LengthsStudy(LengthStudy):
         return dataclasses.replace(
             default, rows=(2048, 4096, 8192, 16384, 32768), dim=256, depth=4, language=language, **kinds
         )
+
+
+def draw_positions(axes: Any, row: Row, name: str, color: Any) -> None:
+    """Loss by position of a row of a table, where it has been measured: carried as a line, emptied dashed."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("position (end of the bucket)")
+    if not row.curve("carried"):
+        return
+    ends = [value.mean for value in row.curve("ends")]
+    carried, fresh = (
+        [math.nan if value.mean is None else value.mean for value in row.curve(which)] for which in ("carried", "fresh")
+    )
+    sds = [value.sd or 0 for value in row.curve("carried")]
+    axes.errorbar(ends, carried, sds, color=color, marker="o", markersize=4, capsize=3, label=name)
+    axes.plot(ends, fresh, color=color, linestyle="--", linewidth=1)
 
 
 def line_name(options: LengthOptions, row: Row) -> str:

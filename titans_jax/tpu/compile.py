@@ -29,7 +29,7 @@ from titans_jax.tpu.topology import Topology, describe
 from titans_jax.training.mesh import mesh_of
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import abstract_model
-from titans_jax.training.step import make_train_step
+from titans_jax.training.step import step_of
 
 
 class DoesNotFit(ConfigError):
@@ -170,10 +170,7 @@ def compile_step(config: Config, topology: Topology) -> Report:
     started = time.perf_counter()
     with sharding.use_mesh(mesh):
         graphdef, state = abstract_state(config, mesh)
-        training = config.training
-        step = make_train_step(
-            graphdef, optimizer_of(config), training.gradient_accumulation, config.optimizer.ema, training.z_loss, state
-        )
+        step = step_of(config, graphdef, optimizer_of(config), state)
         traced = step.trace(state, abstract_batch(config, mesh))
         lowered = traced.lower()
         try:

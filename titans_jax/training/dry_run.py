@@ -11,8 +11,8 @@ from titans_jax.config import Config, leaves
 from titans_jax.models import granularity, training_flops_per_token
 from titans_jax.training.mesh import use_mesh
 from titans_jax.training.optimizer import groups, make_optimizer
-from titans_jax.training.run import check_vocabulary, init_model
-from titans_jax.training.step import make_train_step
+from titans_jax.training.run import check_train_only, check_vocabulary, init_model
+from titans_jax.training.step import step_of
 
 STEPS = 2
 """Steps that are timed, behind the one that waits for the compiler."""
@@ -32,6 +32,7 @@ def dry_run(config: Config) -> None:
             print(f"{name:36}{value}")
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, tokenizer)
+    check_train_only(config)
     batches = data.train_batches(config.data, tokenizer, align=granularity(config.model))
     with contextlib.closing(batches), use_mesh(config) as mesh:
         steps, tokens = config.training.steps, config.data.batch_size * config.data.sequence_length
@@ -51,10 +52,9 @@ def dry_run(config: Config) -> None:
             print(f"devices           {sharding.machine()}; their time and memory: titans compile")
             return
         state = {"params": params, "optimizer": optimizer.init(params)}
-        if (ema := config.optimizer.ema) is not None:
+        if config.optimizer.ema is not None:
             state["ema"] = jax.tree.map(jnp.copy, params)
-        training = config.training
-        step = make_train_step(graphdef, optimizer, training.gradient_accumulation, ema, training.z_loss)
+        step = step_of(config, graphdef, optimizer)
         batch = next(batches)
         memory = step.lower(state, batch).compile().memory_analysis()
         taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes

@@ -151,7 +151,7 @@ class Program:
         self.graphdef, _ = abstract_model(model)
         self.init = make_init(model)
         self.optimizer = make_optimizer(optimizer, steps)
-        self._step = make_train_step(self.graphdef, self.optimizer, accumulation=1)
+        self._step = make_train_step(self.graphdef, self.optimizer, accumulation=1, train_only=optimizer.train_only)
         self._compiled: dict[Any, Callable] = {}
 
     def compiled(self, state: Any, batch: Batch) -> Callable:

@@ -41,13 +41,14 @@ from titans_jax.training.resume import changes, check_same_run
 from titans_jax.training.run import (
     InitialWeights,
     Run,
+    check_train_only,
     check_vocabulary,
     copy_tokenizer,
     init_model,
     initial_weights,
     with_absolute_paths,
 )
-from titans_jax.training.step import State, make_train_step
+from titans_jax.training.step import State, step_of
 from titans_jax.training.stop import StopRequest
 
 # Fields that may differ between the processes of a run.
@@ -74,6 +75,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
         check_model(config.model)
         tokenizer = data.load_tokenizer(config.data.tokenizer)
         check_vocabulary(config, tokenizer)
+        check_train_only(config)
         tasks = evaluators_of(config.training.evaluate_tasks, "training.evaluate_tasks")
         if tasks and jax.process_count() > 1:
             raise ConfigError(
@@ -178,11 +180,9 @@ class Trainer:
         self.state: State = {"params": params, "optimizer": optimizer.init(params)}
         if self.mesh:
             self.state = jax.tree.map(self._on_mesh, self.state)
-        if (ema := config.optimizer.ema) is not None:
+        if config.optimizer.ema is not None:
             self.state["ema"] = jax.tree.map(jnp.copy, self.state["params"])
-        self.train_step = make_train_step(
-            graphdef, optimizer, config.training.gradient_accumulation, ema, config.training.z_loss, self.state
-        )
+        self.train_step = step_of(config, graphdef, optimizer, self.state)
         self.evaluation_step = make_evaluation_step(graphdef)
         self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None
         self.diagnostics: dict[str, np.ndarray] = {}  # the latest

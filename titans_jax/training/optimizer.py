@@ -16,7 +16,8 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """The optimizer of a run of `steps` steps: the recipe of Gated DeltaNet (arXiv 2412.06464), as in Titans 5.1.
 
     Muon (Jordan et al. 2024) takes the matrices that weight decay is for, except the head, and gives their updates the
-    size of AdamW's (arXiv 2502.16982), so that learning rates mean the same; both look ahead as Nesterov does.
+    size of AdamW's (arXiv 2502.16982), so that learning rates mean the same; both look ahead as Nesterov does. With
+    `train_only` only what it names is clipped, decayed and moved.
     """
     schedule = learning_rate_schedule(config, steps)
     if config.name == "muon":
@@ -40,13 +41,27 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             weight_decay=config.weight_decay,
             mask=decay_mask,
         )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+    whole = optax.chain(optax.clip_by_global_norm(config.clip_norm), rule)
+    if not config.train_only:
+        return whole
+    kinds = {True: whole, False: optax.set_to_zero()}
+    return optax.multi_transform(
+        kinds, lambda params: jax.tree_util.tree_map_with_path(lambda path, _: trains(config.train_only, path), params)
+    )
+
+
+def trains(train_only: tuple[str, ...], path: tuple[Any, ...]) -> bool:
+    """Whether the parameter at this tree path is trained: its path has one of these names, or none is named."""
+    return not train_only or any(str(entry.key) in train_only for entry in path)
 
 
 def groups(config: OptimizerConfig, params: Any) -> dict[str, int]:
-    """How many parameters each rule of the optimizer takes, by its label: with and without weight decay."""
+    """How many parameters each rule of the optimizer takes, by its label: with and without weight decay, or none."""
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not trains(config.train_only, path):
+            counts["not trained"] = counts.get("not trained", 0) + leaf.size
+            continue
         muon = config.name == "muon" and takes_muon(path, leaf)
         label = f"{'muon' if muon else 'adamw'}, {'decayed' if decays(path) else 'not decayed'}"
         counts[label] = counts.get(label, 0) + leaf.size

@@ -39,6 +39,7 @@ RULES = (
     ),
     Rule(("training.checkpoint_commit",), "refused", "it tells which checkpoints are whole"),
     Rule(("optimizer.ema",), "refused", "checkpoints hold the average or do not"),
+    Rule(("optimizer.train_only",), "refused", "checkpoints hold the moments of what is trained"),
     Rule(("optimizer.", "training.", "extensions"), "said", "from the next step on"),
     Rule(("mesh.", "processes.", "profile."), "silent", "batches do not depend on them"),
 )

@@ -17,10 +17,11 @@ import jax
 from flax import nnx
 
 from titans_jax import data
-from titans_jax.config import Config, ConfigError, ModelConfig, import_extensions
+from titans_jax.config import Config, ConfigError, ModelConfig, did_you_mean, import_extensions
 from titans_jax.inference.reading import named_leaves
 from titans_jax.layers.feed_forward import HIDDEN_MULTIPLE
 from titans_jax.models import LanguageModel, make_model
+from titans_jax.models.pattern import blocks_of
 from titans_jax.models.stack import LANGUAGE_MODEL
 from titans_jax.training import export
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
@@ -176,17 +177,32 @@ def initial_weights(config: Config) -> InitialWeights:
             f"another one; use {run.tokenizer_name}"
         )
     have, want = named_leaves(run.params), named_leaves(abstract_model(config.model)[1])
+    anew = [name for name in want if name not in have and name.startswith(_may_begin_anew(config.model))]
     for name in [*want, *have]:
         then, now = (tree[name].shape if name in tree else None for tree in (have, want))
-        if then != now:
+        if then != now and name not in anew:
             raise ConfigError(
                 f"training.init_from is {str(source)!r}, whose {name} is {_size(then)}, and this model's is "
                 f"{_size(now)}; use the model.* fields of that run's config.json"
             )
-    leaves = [have[name].astype(leaf.dtype) for name, leaf in want.items()]
+    drawn = named_leaves(init_model(config.model, config.training.seed)[1]) if anew else {}
+    leaves = [drawn[name] if name in anew else have[name].astype(leaf.dtype) for name, leaf in want.items()]
     params = jax.tree.unflatten(jax.tree.structure(abstract_model(config.model)[1]), leaves)
     said = [f"beginning with the weights of {source}, step {run.step}"]
+    if anew:
+        said.append(f"not there, and drawn: {sum(want[name].size for name in anew):,} parameters of {_parts(anew)}")
     return InitialWeights(params, said + [f"not as there: {each}" for each in differing(run.config, config)])
+
+
+def _may_begin_anew(model: ModelConfig) -> tuple[str, ...]:
+    """How the names of the parameters begin that a run to begin with may lack (`Block.added`)."""
+    every = enumerate(blocks_of(model))
+    return tuple(f"cycles.blocks.{number}.{part}" for number, block in every for part in block.added)
+
+
+def _parts(names: list[str]) -> str:
+    """The modules that parameters are of, those of blocks: "cycles.blocks.0.memory, cycles.blocks.0.share"."""
+    return ", ".join(dict.fromkeys(".".join(name.split(".")[:4]) for name in names))
 
 
 def _size(shape: tuple[int, ...] | None) -> str:
@@ -207,6 +223,24 @@ def check_vocabulary(config: Config, tokenizer: data.Tokenizer) -> None:
             f"model.vocab_size is {config.model.vocab_size}, but the tokenizer {config.data.tokenizer} has "
             f"{tokenizer.vocab_size} tokens; use model.vocab_size {works}"
         )
+
+
+def check_train_only(config: Config) -> None:
+    """Refuse a name to train that is in no parameter's path.
+
+    Raises:
+      ConfigError: with the names there are.
+    """
+    if not config.optimizer.train_only:
+        return
+    paths = [name.split(".") for name in named_leaves(abstract_model(config.model)[1])]
+    known = dict.fromkeys(part for path in paths for part in path if not part.isdigit())
+    for name in config.optimizer.train_only:
+        if name not in known:
+            raise ConfigError(
+                f"optimizer.train_only has {name!r}, which is in no parameter's path; use some of {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
+            )
 
 
 def with_parameters(config: ModelConfig, count: int, multiple: int = HIDDEN_MULTIPLE) -> ModelConfig:

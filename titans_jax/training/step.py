@@ -15,9 +15,21 @@ import optax
 from flax import nnx
 
 from titans_jax import sharding
+from titans_jax.config import Config
 from titans_jax.models.loss import Batch, loss_sum
+from titans_jax.training.optimizer import trains
 
 State = dict[str, Any]
+
+
+def step_of(
+    config: Config, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, state: State | None = None
+) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
+    """`make_train_step` as a configuration says."""
+    training, how = config.training, config.optimizer
+    return make_train_step(
+        graphdef, optimizer, training.gradient_accumulation, how.ema, training.z_loss, state, how.train_only
+    )
 
 
 def make_train_step(
@@ -27,6 +39,7 @@ def make_train_step(
     ema: float | None = None,
     z_loss: float = 0.0,
     state: State | None = None,
+    train_only: tuple[str, ...] = (),
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
     """The compiled step: (state, batch) -> (state, {"loss", "grad_norm", "tokens"}), the metrics float32 scalars.
 
@@ -36,17 +49,24 @@ def make_train_step(
     one. `z_loss`: weight of the mean squared log partition function over predicted targets, which is trained on beside
     the loss and is the metric "z_loss", weight included, where it is not 0; for heads that have `losses`. `state`: the
     first one, or its shapes, where a mesh is set: later ones are spread as it is. The step's own is donated.
+    `train_only`: as in `make_optimizer`; no gradients of other parameters are taken, nor counted in "grad_norm".
     """
-    fixed = {"graphdef": graphdef, "optimizer": optimizer, "accumulation": accumulation, "ema": ema, "z_loss": z_loss}
+    fixed = {
+        "graphdef": graphdef, "optimizer": optimizer, "accumulation": accumulation, "ema": ema, "z_loss": z_loss,
+        "train_only": train_only,
+    }  # fmt: skip
     # Left to itself the compiler spreads some leaves otherwise, and the second step would be compiled again for them.
     places = None if jax.sharding.get_abstract_mesh().empty else (jax.tree.map(lambda x: x.sharding, state), None)
     return jax.jit(functools.partial(_train_step, **fixed), donate_argnums=0, out_shardings=places)
 
 
 def _losses(
-    params: Any, batch: Batch, *, graphdef: nnx.GraphDef, z_loss: float
+    params: Any, batch: Batch, *, graphdef: nnx.GraphDef, z_loss: float, train_only: tuple[str, ...]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What is trained on, and its parts as metrics, with how many targets there are: sums over them."""
+    if train_only:
+        kept = lambda path, x: x if trains(train_only, path) else jax.lax.stop_gradient(x)  # noqa: E731
+        params = jax.tree_util.tree_map_with_path(kept, params)
     if not z_loss:
         loss, tokens = loss_sum(graphdef, params, batch)
         return loss, {"loss": loss, "tokens": tokens}
@@ -63,9 +83,11 @@ def _train_step(
     accumulation: int,
     ema: float | None,
     z_loss: float,
+    train_only: tuple[str, ...],
 ) -> tuple[State, dict[str, jax.Array]]:
     params = state["params"]
-    grad_fn = jax.grad(functools.partial(_losses, graphdef=graphdef, z_loss=z_loss), has_aux=True)
+    losses = functools.partial(_losses, graphdef=graphdef, z_loss=z_loss, train_only=train_only)
+    grad_fn = jax.grad(losses, has_aux=True)
 
     def sums_of_rows(params: Any, batch: Batch) -> tuple[dict[str, jax.Array], Any]:
         def microbatch(carry: tuple[dict[str, jax.Array], Any], batch: Batch) -> tuple[Any, None]:
