@@ -173,6 +173,26 @@ def test_without_writes_nothing_moves(kind):
     jax.tree.map(np.testing.assert_array_equal, of_memories(state), of_memories(layer.init_state(2)))
 
 
+def test_a_token_forgets_as_much_in_every_level():
+    """What a level has learned fades with the tokens that were read, however many of them it waits for."""
+    layer, x = layer_of(ContinuumMemory), inputs()
+    layer = nnx.merge(*nnx.split(layer))
+    layer.gate_bias[...] = jnp.stack([jnp.full(2, -1e9), jnp.asarray([-3.0, -3.0])], axis=1)  # no steps
+    layer.gate_kernel[...] = jnp.zeros_like(layer.gate_kernel[...])
+    start = layer.start()
+    learned = jax.tree.map(lambda leaf: leaf + 1.0, [level.weights for level in start])
+    state = tuple(
+        dataclasses.replace(level, weights=weights, anchor=weights, position=jnp.zeros((), jnp.int32))
+        for level, weights in zip(start, learned, strict=True)
+    )
+    state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (2, *leaf.shape)) if leaf.ndim else leaf, state)
+    _, after = read_on(layer, x, state)
+    left = (1 - 1 / (1 + np.exp(3.0))) ** TIME
+    for first, level in zip(start, after, strict=True):
+        for before, weights in zip(first.weights, level.weights, strict=True):
+            np.testing.assert_allclose(weights - before[None], left, rtol=1e-9)
+
+
 def test_what_is_called_a_step_of_one_removes_the_error_of_a_fresh_level():
     """trace(J J^T) / dim, J the derivative of the answer by both matrices, over random starts and inputs."""
     dim, hidden, rng, found = 120, 80, np.random.default_rng(0), []

@@ -150,7 +150,7 @@ def continuum(p, x, chunks, independent=False):
             if t % size == 0:
                 anchor = list(weights)
             z[t] = read("mlp", anchor, None, inputs[t])
-            step, retention = sigmoid(logits[t, 0]) / unit_of_steps / size, (1 - sigmoid(logits[t, 1])) ** (1 / size)
+            step, retention = sigmoid(logits[t, 0]) / unit_of_steps / size, 1 - sigmoid(logits[t, 1])
             found = gradients("mlp", anchor, None, inputs[t], values[t])
             weights = [m + retention * (w - m) - step * g for w, m, g in zip(weights, start, found, strict=True)]
         answers.append(z)
