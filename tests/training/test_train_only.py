@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.training.tiny import MODEL, tiny_config
 from titans_jax.config import ConfigError
 from titans_jax.inference.reading import named_leaves
-from titans_jax.models.retrofit import Retrofit
+from titans_jax.models.retrofit import FIRST_SHARE, Retrofit
 from titans_jax.training import load_run, train
 from titans_jax.training.metrics import read_metrics
 
@@ -36,7 +36,7 @@ def test_the_memory_of_a_finished_run_is_trained_alone(tmp_path, monkeypatch):
     first, now = (named_leaves(jax.tree.map(np.asarray, run.params)) for run in runs)
     for name, value in first.items():
         np.testing.assert_array_equal(now[name], value)
-    assert (now["cycles.blocks.0.share"] != np.float32(0.01)).all()
+    assert (now["cycles.blocks.0.share"] != np.float32(FIRST_SHARE)).all()
     losses = [line["loss"] for line in read_metrics(after) if line["kind"] == "train"]
     assert len(losses) == 4 and all(np.isfinite(losses))
     with pytest.raises(ConfigError, match=r"optimizer.train_only is \(\), but the checkpoint in .* was trained with"):

@@ -16,8 +16,8 @@ from titans_jax.models.block import register_block
 from titans_jax.models.flops import caching_flops, memory_layer_flops
 from titans_jax.sharding import logical
 
-FIRST_SHARE = 0.01
-"""What the memory has of a block's output at first, as in TPTT."""
+FIRST_SHARE = 0.3
+"""What the memory has of a block's output at first: with TPTT's 0.01 it is learned later (memory/what_was_tried.md)."""
 
 
 class RetrofitState(NamedTuple):
@@ -31,12 +31,12 @@ class RetrofitState(NamedTuple):
 class Retrofit(WindowBlock):
     """x += (1 - a) window_attention(n) + a memory(n), n = norm(x); x += feed_forward(norm(x)); a learned per channel.
 
-    The parameters are those of the blocks "attention" and "window", the memory and a, which starts at 0.01: a run of
-    such blocks that `training.init_from` names is hardly another model at first, and a window is all that its full
-    attention keeps. Frozen but for `optimizer.train_only` memory share, or trained as a whole.
+    The parameters are those of the blocks "attention" and "window", the memory and a: a run of such blocks is what
+    `training.init_from` names, and a window is all that its full attention keeps. It stays as it is with
+    `optimizer.train_only` memory share, or is trained with the memory.
 
-    TPTT has linear memories that share the attention's projections, and raises a to 1/2 by a schedule; here any memory
-    has its own, as its convolutions need, and a is learned.
+    TPTT has linear memories that share the attention's projections, and raises a from 0.01 to 1/2 by a schedule; here
+    any memory has its own, as its convolutions need, and a is learned, from 0.3.
     """
 
     has_memory = True
