@@ -11,8 +11,8 @@
 Sizes are those of Titans (configs/titans.py), the learning rate is the paper's 4e-4 for all, the window 16 tokens. The
 paper's polynomial features are left out: it states no degree, and with that of 2 (`polynomial_mlp(degree=2)`) the
 learned starts of the memories alone would have 217 million parameters at 340m and 715 million at 760m. Atlas takes one
-orthogonal step every 16 tokens, and the paper one at every token (memory/README.md, Steps of whole chunks); Atlas++ is
-`--model.memory.architecture residual_gated_mlp`.
+orthogonal step every 16 tokens, and the paper one at every token (memory/later_models.md, Steps of whole chunks).
+Atlas++ is `--model.memory.architecture residual_gated_mlp`.
 """
 
 from titans_jax.config.papers import atlas

@@ -10,8 +10,8 @@
 Sizes and training are those of Titans (configs/titans.py), so that it can be compared; chunk and window are the paper's
 2,048, the base of the rotary embedding its million. Rows are of 8,192 tokens, four chunks; the paper's are of 32,768.
 Its 760M has 4 memories a layer of width 384 without expansion, beside 24 heads of attention; here the two have the same
-heads, and expansion 4 gives as many fast weights, 0.75 dim^2 a layer. The rest is in memory/README.md, Steps of whole
-chunks.
+heads, and expansion 4 gives as many fast weights, 0.75 dim^2 a layer. The rest is in memory/later_models.md, Steps
+of whole chunks.
 """
 
 from titans_jax.config.papers import lact

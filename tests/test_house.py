@@ -200,14 +200,15 @@ def test_citations_resolve():
 
 
 def test_cited_sections_exist():
-    """ "memory/README.md, Coefficients" names a heading of it."""
-    headings = re.findall(r"^## ([^:\n]+)", (PACKAGE / "memory" / "README.md").read_text(), re.M)
+    """ "memory/README.md, Coefficients" names a heading of it; so does what is cited of later_models.md."""
     missing = []
-    for path in WRITTEN:
-        text = re.sub(r"\s*\n[\s#]*", " ", path.read_text())
-        for cited in re.findall(r"memory/README\.md, ([A-Z][^.;:)]*)", text):
-            if not any(cited.startswith(heading) for heading in headings):
-                missing.append(f"{path.relative_to(ROOT)}: {cited[:40]}")
+    for page in ("README", "later_models"):
+        headings = re.findall(r"^## ([^:\n]+)", (PACKAGE / "memory" / f"{page}.md").read_text(), re.M)
+        for path in WRITTEN:
+            text = re.sub(r"\s*\n[\s#]*", " ", path.read_text())
+            for cited in re.findall(rf"memory/{page}\.md, ([A-Z][^.;:)]*)", text):
+                if not any(cited.startswith(heading) for heading in headings):
+                    missing.append(f"{path.relative_to(ROOT)}: {page}.md has no {cited[:40]}")
     assert missing == []
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.tiny import tiny_config
+from titans_jax import training
 from titans_jax.config import Config, ConfigError, MeshConfig, leaves
 from titans_jax.training.resume import TOKENIZERS, changes, check_same_run, rule_of, table
 from titans_jax.training.run import copy_tokenizer, with_absolute_paths
@@ -23,7 +24,7 @@ def test_every_field_has_a_rule():
 
 
 def test_the_table_in_the_readme_is_the_code():
-    readme = Path(__file__).parents[2] / "README.md"
+    readme = Path(training.__file__).parent / "README.md"
     assert table() in readme.read_text()
 
 

@@ -6,7 +6,7 @@
     y = (rms_norm(reads) * silu(x W_g)) W_o                             as without caches
 
 A whole row is written segment by segment, by a scan, and then read at once, with gradients through all that was kept.
-Streaming keeps memories in an array of fixed size. Readings: memory/README.md, Memory Caching.
+Streaming keeps memories in an array of fixed size. Readings: memory/later_models.md, Memory Caching.
 
 Shapes: b batch, t time, h heads, d head_dim, n kept memories.
 """

@@ -9,7 +9,7 @@
 
 A token reads, and its gradient is taken at, the weights of its window's start, so it sees no update that holds a later
 token. v = x W_v is what all levels learn to say of a token: the paper descends the outer loss, which a layer that reads
-does not know. The equations are from secondary notes; memory/README.md, Hope has what they leave open.
+does not know. The equations are from secondary notes; memory/later_models.md, Hope has what they leave open.
 
 Shapes: b batch, t time, c tokens of a window.
 """

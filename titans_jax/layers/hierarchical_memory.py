@@ -7,7 +7,7 @@ V, of `chunk_size`, is carried along the sequence and read as it was at its chun
 local memories W(i), of `local_chunks`, and P begin anew with every shard, so that in training a row's shards are read
 at once, as rows of a larger batch. Queries, keys and values are those of one projection; gates, learned starts and
 scales of norms each memory has for itself. P q is linear attention with keys for values (`key_projection`). Readings:
-memory/README.md, TNT.
+memory/later_models.md, TNT.
 
 Shapes: b batch, t time, h heads, d head_dim, n shards.
 """

@@ -9,7 +9,7 @@
     out = (rms_norm(y) * silu(x W_g)) W_o      as every memory layer here
 
 In M_i(x') and M_i(v), M_i is what it was at the chunk's start; y is read at every token's own memory. The equations are
-from secondary notes, not checked against the print; what they leave open is in memory/README.md, Hope.
+from secondary notes, not checked against the print; what they leave open is in memory/later_models.md, Hope.
 
 Shapes: b batch, t time, c tokens of a chunk, h heads, d head_dim, n = 5 memories.
 """
@@ -116,6 +116,7 @@ class SelfReferentialMemory(HeadReads):
             axes = (None, "heads") + (None,) * (value.ndim - 2)
             return nnx.Param(logical(lambda: value.astype(dtype), *axes)())
 
+        self.fixed_start = config.memory.start == "fixed"
         self.start_weights = nnx.List([parameter(weight) for weight in start.pop("weights")])
         self.slow = nnx.Dict({name: parameter(value) for name, value in start.items()})
 
@@ -187,7 +188,8 @@ class SelfReferentialMemory(HeadReads):
     def params(self) -> memory.Params:
         """The memories' slow parameters [n, h, ...]."""
         slow = {name: value[...] for name, value in self.slow.items()}
-        return {"weights": tuple(weight[...] for weight in self.start_weights), **slow}
+        weights = tuple(weight[...] for weight in self.start_weights)
+        return {"weights": jax.lax.stop_gradient(weights) if self.fixed_start else weights, **slow}
 
     def _inputs(
         self, x: jax.Array, state: SelfReferentialState, documents: Documents | None, start: SelfReferentialState

@@ -1,6 +1,6 @@
 """Memory Caching (arXiv 2602.24281): a memory that is read together with what it was at the ends of earlier segments.
 
-The equations are taken from secondary notes of the paper that agree, not from its text (memory/README.md, Memory
+The equations are taken from secondary notes of the paper that agree, not from its text (memory/later_models.md, Memory
 Caching). In the s-th segment token t is answered by the memories M(i) that were kept at the ends of the segments before
 its own, and by the running memory M_t(s):
 

@@ -3,8 +3,8 @@
     S_t = eta_t S_{t-1} - sum_j gamma_t[j] theta_{t-j} u_{t-j} ,   j = 0 .. window - 1 ,   gamma_t[0] = 1
 
 A window reaches at most into the chunk before, and what is in it does not depend on the memory. So the tokens before a
-chunk are laid out with it before the scan over chunks, and their sums are banded matrices (memory/README.md, The Omega
-rule). Shapes: w window, c tokens of a chunk, m fast matrices.
+chunk are laid out with it before the scan over chunks, and their sums are banded matrices (memory/later_models.md, The
+Omega rule). Shapes: w window, c tokens of a chunk, m fast matrices.
 """
 
 from __future__ import annotations

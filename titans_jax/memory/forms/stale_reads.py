@@ -1,4 +1,4 @@
-"""Reads of the chunk's start: a rule that is `stale`, chunk by chunk (TNT, arXiv 2511.07343; memory/README.md, TNT).
+"""Reads of the chunk's start: a rule that is `stale`, chunk by chunk (arXiv 2511.07343; memory/later_models.md, TNT).
 
 No token sees a write of its own chunk, so nothing is needed between the tokens of a chunk, and its length costs
 nothing: gradients at the chunk's start, reads there, and what the chunk leaves. With the notation of `decay`, of the

@@ -1,5 +1,5 @@
 """Rules whose memory moves once a chunk (`Algorithm.steps_by_chunk`): inside it, tokens only forget, and gradients go
-into the momentum S (memory/README.md, Steps of whole chunks).
+into the momentum S (memory/later_models.md, Steps of whole chunks).
 """
 
 from __future__ import annotations
