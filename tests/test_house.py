@@ -212,6 +212,14 @@ def test_cited_sections_exist():
     assert missing == []
 
 
+def test_links_between_pages_resolve():
+    """A page names another by its path from its own folder."""
+    pages = [path for path in [ROOT / "README.md", *WRITTEN] if path.suffix == ".md"]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text())]
+    assert len(links) > 20
+    assert [f"{page}: {link}" for page, link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
 def docstrings(tree):
     """(line, text) of every docstring, of attributes too."""
     for node in ast.walk(tree):

@@ -44,6 +44,10 @@ def test_a_configuration_saved_before_a_field_existed_means_what_models_did_then
     memory = MemoryConfig(preset="yaad", forget_to="zero", step_unit="head_dim")
     assert from_saved(saved).model == ModelConfig(dim=512, mac_write="attention", memory=memory)
     assert from_saved({}).model.memory.step_unit == "head_dim"
+    # What later fields leave as it was.
+    before = from_saved({}).model
+    assert before.mac_long_term is before.memory.start is before.memory.channel_steps is None
+    assert (before.memory.gate_maps, before.memory.gate_rank, before.memory.shared_gates) == ("shared", 32, False)
 
 
 def test_every_field_is_documented():
@@ -64,6 +68,8 @@ def test_every_field_is_documented():
         ("model", {"num_heads": 3}, "model.num_heads 3 is 192, not model.dim 256; use model.dim 192"),
         ("model", {"segment": 500}, "model.segment is 500; use a multiple of model.memory.chunk_size 16, such as 496"),
         ("model", {"segment": 8}, "model.segment is 8; use a multiple of model.memory.chunk_size 16, such as 16"),
+        ("model", {"segment": 32, "mac_long_term": 32}, "model.mac_long_term is 32; use 1 to 31, fewer than model.seg"),
+        ("model", {"mac_long_term": 0}, "model.mac_long_term is 0; use 1 to 511, fewer than model.segment"),
         ("model", {"pattern": ("mak",)}, "model.pattern is ('mak',); use one or more of lmm, mac, mag, "),
         ("model", {"pattern": ("mak",)}, "; did you mean ma"),
         ("model", {"pattern": "mac"}, "model.pattern is 'mac'; use one or more of text"),
@@ -80,6 +86,7 @@ def test_every_field_is_documented():
         ("model", {"memory": MemoryConfig(architecture="x")}, "model.memory.architecture is 'x'; use linear, mlp, "),
         ("model", {"memory": MemoryConfig(depth=5)}, "model.memory.depth is 5; use 1 to 4"),
         ("model", {"memory": MemoryConfig(max_step_size=float("nan"))}, "max_step_size is nan; use a positive number"),
+        ("model", {"memory": MemoryConfig(gate_rank=0)}, "model.memory.gate_rank is 0; use at least 1, or None"),
         ("model", {"memory": None}, "model.memory is None; use a MemoryConfig"),
         ("data", {"packing": "tight"}, "data.packing is 'tight'; use documents or stream"),
         ("data", {"sequence_length": 0}, "data.sequence_length is 0; use at least 1"),

@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.memory_gates import MemoryGates
 
 CONFIG = ModelConfig(dim=8, num_heads=2, head_dim=4, depth=1, dtype="float64", memory=MemoryConfig(gate_rank=3))
@@ -21,10 +22,10 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def gates_of(preset):
+def gates_of(preset, **memory):
     """(parameters by name, where the logits of each channel-wise gate are, x [b, t, dim], keys and values [b, t, h, d],
     what the module returns for them); everything is random."""
-    config = dataclasses.replace(CONFIG, memory=dataclasses.replace(CONFIG.memory, preset=preset))
+    config = dataclasses.replace(CONFIG, memory=dataclasses.replace(CONFIG.memory, preset=preset, **memory))
     generator = np.random.default_rng(0)
     module, found = MemoryGates(config, memory_rule(config.memory), rngs=nnx.Rngs(0)), {}
     for (name,), parameter in nnx.to_flat_state(nnx.state(module)):
@@ -84,6 +85,74 @@ def test_gated_deltanet_2():
         np.testing.assert_allclose(left_values, sigmoid(write) * values, rtol=1e-12)
         np.testing.assert_array_equal(left_keys, keys)
         np.testing.assert_array_equal(gates.step_size, 1)
+
+
+@pytest.mark.parametrize("maps", [{"gate_rank": None}, {"gate_maps": "own"}])
+def test_maps_of_channel_wise_gates(maps):
+    """A full map of each gate, or d -> k -> d of each (Miras, appendix: channel-wise gates)."""
+    with jax.enable_x64(True):
+        parameters, channels, x, keys, values, (_, _, gates) = gates_of("yaad", **maps)
+        assert channels == ("key", "value", "key_step", "value_step", "bias_gate")
+        logits = []
+        for at in range(5):
+            if "gate_rank" in maps:
+                each = np.einsum("btd,dhe->bthe", x / np.sqrt(8), parameters["full"][:, at])
+            else:
+                assert parameters["down"].shape == (8, 5, 3)
+                each = np.einsum("btr,rhe->bthe", x / np.sqrt(8) @ parameters["down"][:, at], parameters["up"][:, at])
+            logits.append(each + parameters["channel_bias"][at])
+        np.testing.assert_allclose(gates.log_key_retention, np.log(sigmoid(-logits[0])), rtol=1e-12)
+        np.testing.assert_allclose(gates.log_value_retention, np.log(sigmoid(-logits[1])), rtol=1e-12)
+        np.testing.assert_allclose(gates.key_step_size, 2 * sigmoid(logits[2]), rtol=1e-12)
+        np.testing.assert_allclose(gates.value_step_size, 2 * sigmoid(logits[3]), rtol=1e-12)
+        np.testing.assert_allclose(gates.bias_gate, softplus(logits[4]), rtol=1e-12)
+
+
+def test_a_full_map_starts_as_wide_as_a_low_rank_one():
+    """Logits over tokens of unit variance have a deviation of 0.1, times what cutting a normal at two deviations leaves
+    of its own, 0.88, for each of the maps."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 400, 64)), jnp.float32)
+    for maps, drawn in (({}, 2), ({"gate_rank": None}, 1), ({"gate_maps": "own"}, 2)):
+        memory = MemoryConfig(preset="yaad", **maps)
+        config = ModelConfig(dim=64, num_heads=2, head_dim=32, depth=1, dtype="float32", memory=memory)
+        module = MemoryGates(config, memory_rule(memory), rngs=nnx.Rngs(0))
+        assert float(jnp.std(module.mapped(x / 8))) == pytest.approx(0.1 * 0.88**drawn, rel=0.1), maps
+
+
+def test_longhorn_with_a_step_of_every_value_channel():
+    """Of the head a softplus, times twice the sigmoid of a channel's logit (arXiv 2407.14207: one of every channel)."""
+    with jax.enable_x64(True):
+        parameters, channels, x, _, _, (_, _, gates) = gates_of("longhorn", channel_steps="value")
+        assert channels == ("value_step",) and gates.key_step_size is None
+        np.testing.assert_allclose(gates.step_size, softplus(scalar_logits(parameters, x)), rtol=1e-12)
+        expected = 2 * sigmoid(channel_logits(parameters, 0, x))
+        np.testing.assert_allclose(gates.value_step_size, expected, rtol=1e-12)
+        assert gates_of("longhorn")[-1][-1].value_step_size is None
+
+
+@pytest.mark.parametrize(
+    "preset, why",
+    [
+        ("atlas", "weighs whole tokens"),
+        ("delta_product", "takes 2 steps a token"),
+        ("mesa", "keeps sums of all tokens, which take no steps"),
+        ("preconditioned_delta", "has steps of the channels of its keys"),
+    ],
+)
+def test_a_step_of_every_channel_that_cannot_be_is_refused(preset, why):
+    memory = MemoryConfig(preset=preset, channel_steps="value")
+    with pytest.raises(ConfigError) as error:
+        gate_choices(memory)
+    assert str(error.value) == f"model.memory.channel_steps is value; use None, as {preset} {why}"
+    gate_choices(dataclasses.replace(memory, channel_steps="none"))
+
+
+def test_sides_of_steps():
+    """True goes with the channels that are forgotten; a word says its own; none takes them away."""
+    sides = lambda preset, **memory: gate_choices(MemoryConfig(preset=preset, **memory)).step_sides  # noqa: E731
+    assert sides("yaad") == ("key", "value") and sides("memora") == ("value",) and sides("titans") == ()
+    assert sides("yaad", channel_steps="none") == () and sides("yaad", channel_retention="key") == ("key",)
+    assert sides("titans", channel_steps="both") == ("key", "value") and sides("gla", channel_steps="key") == ("key",)
 
 
 def test_comba():

@@ -91,11 +91,18 @@ class Model:
             first = t - t % segment
             if t == first:
                 opened, context = states, []
-            h = rms_norm(self.retrieve(p, opened, queries[t : t + 1]), p["recall_norm", "scale"])
-            context.append((h.reshape(-1), x[t]))
-            rows = np.array([row for pair in zip(*context, strict=True) for row in pair])
-            positions = list(range(t - first + 1)) * 2
-            y = self.attend(p, x[t : t + 1], [t - first], rows, positions, prefix)
+            if self.config.mac_long_term is None:
+                h = rms_norm(self.retrieve(p, opened, queries[t : t + 1]), p["recall_norm", "scale"])
+                context.append((h.reshape(-1), x[t]))
+                rows, seen = np.array([row for pair in zip(*context, strict=True) for row in pair]), prefix
+                positions = list(range(t - first + 1)) * 2
+            else:
+                asked = p["long_term", "queries"]
+                asked = asked / np.sqrt(np.sum(asked**2, axis=-1, keepdims=True) + 1e-6)
+                h = rms_norm(self.retrieve(p, opened, asked), p["recall_norm", "scale"])
+                seen = np.concatenate([prefix, h.reshape(len(h), -1)])
+                rows, positions = x[first : t + 1], list(range(t - first + 1))
+            y = self.attend(p, x[t : t + 1], [t - first], rows, positions, seen)
             z = y
             if self.config.mac_write == "residual":
                 z = rms_norm(x[t] + y, p["write_norm", "scale"])
@@ -141,13 +148,15 @@ class Model:
     def rule(self):
         memory = self.config.memory
         architecture = {"linear": "mlp", None: "residual_mlp"}.get(memory.architecture, memory.architecture)
-        to_start = memory.forget_to == "start" and architecture != "linear"
+        to_start = memory.forget_to == "start" and memory.start != "zero" and architecture != "linear"
         bound_slope = memory.bound_slope and architecture == "residual_mlp"
         return oracle.Rule(architecture, "l2", memory.momentum is not False, memory.chunk_size, to_start, bound_slope)
 
     def slow(self, p, head):
         weights = [value for _, value in sorted((k, v) for k, v in p.items() if k[:2] == ("memory", "start_weights"))]
         params = {"weights": [weight[head] for weight in weights]}
+        if self.config.memory.start == "zero":
+            params["weights"] = [np.zeros((self.config.head_dim, self.config.head_dim))]
         if ("memory", "slow", "norm_scale") in p:
             params["norm_scale"] = p["memory", "slow", "norm_scale"][head]
         return params
@@ -183,11 +192,12 @@ class Model:
         """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""
         config = self.config
         q, keys, v = (self.features(p, name, rows, None) for name in ("query", "key", "value"))
-        # Per head: forget, step size and momentum, one of each for every fast matrix.
+        # Per head: forget, step size and momentum, one of each for every fast matrix or for all of them.
         kernel, bias = (p["memory", "gates", name] for name in ("kernel", "bias"))
-        count = sum(name[:2] == ("memory", "start_weights") for name in p)
+        count = len(self.slow(p, 0)["weights"])
         gates = np.einsum("td,dhk->thk", rows / np.sqrt(config.dim), kernel) + bias[None]
-        gates = np.moveaxis(sigmoid(gates.reshape(*gates.shape[:2], -1, count)), 2, 0)
+        sets = 1 if config.memory.shared_gates else count
+        gates = np.moveaxis(sigmoid(gates.reshape(*gates.shape[:2], -1, sets)), 2, 0).repeat(count // sets, axis=-1)
         forget, step_size = gates[0], gates[1] * step_size_bound(config)
         momentum = gates[2] if len(gates) == 3 else np.zeros_like(forget)
         if config.memory.share_steps and config.memory.step_unit == "error":

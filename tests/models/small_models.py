@@ -43,7 +43,7 @@ def build(config, seed=4):
     memory behind a norm can be drawn next to a singular point, where gradients are a thousand times larger (seed 0).
     """
     rng = np.random.default_rng(seed)
-    matrices = len(memory_rule(config.memory).shapes(config.head_dim))
+    matrices = 1 if config.memory.shared_gates else len(memory_rule(config.memory).shapes(config.head_dim))
     titans = config.memory.preset == "titans" and config.memory.bias is None
 
     def draw(path, leaf):

@@ -81,6 +81,26 @@ def test_blocks_are_sums_of_their_parts():
     )
 
 
+def test_maps_of_channel_wise_gates():
+    """By hand, five gates: of rank 4 from one shared map or from five, or full."""
+
+    def counted(**memory):
+        memory = MemoryConfig(preset="yaad", **memory)
+        return BLOCKS["lmm"].forward_flops(dataclasses.replace(MODEL, memory=memory), 16)
+
+    shared = counted(gate_rank=4)
+    assert counted(gate_rank=4, gate_maps="own") - shared == 2 * 4 * 64 * 4
+    assert counted(gate_rank=None) - shared == 2 * 5 * 64 * 64 - 2 * 4 * 64 * 6
+
+
+def test_long_term_tokens_are_read_once_a_segment():
+    """By hand: 5 reads with keys and values in each of 3 segments, the last one of 4 tokens, in 20 tokens."""
+    square, read = 2 * 64 * 64, 2 * 2 * (32 * 128 + 128 * 32)
+    per_token = BLOCKS["mac"].forward_flops(MODEL, 20) - 3 * square - read - 4 * 64 * 4.5
+    fewer = BLOCKS["mac"].forward_flops(dataclasses.replace(MODEL, mac_long_term=5), 20)
+    assert fewer == pytest.approx(per_token + 4 * 64 * 5 + 5 * 3 / 20 * (2 * square + read))
+
+
 def test_a_window_caps_the_cost_of_length():
     assert BLOCKS["window"].forward_flops(MODEL, 10**6) == pytest.approx(
         BLOCKS["window"].forward_flops(MODEL, 10**5), rel=1e-4

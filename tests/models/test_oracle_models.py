@@ -11,7 +11,12 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
     small.config("mag", num_persistent=0, memory={"momentum": False, "architecture": "linear", "activation": False}),
     small.config("mac", num_persistent=0, conv_size=1, memory={"architecture": "mlp", "depth": 3}),
     small.config("mac", mac_write="attention", memory={"forget_to": "zero"}),
+    small.config("mac", depth=1, mac_long_term=3),
+    small.config("mac", depth=1, mac_long_term=5, num_persistent=0),
     small.config("lmm", memory=small.SHARED),
+    small.config("mal", depth=1, memory={"architecture": "linear", "start": "zero"}),
+    small.config("lmm", depth=1, memory={"shared_gates": True}),
+    small.config("mac", depth=1, memory=small.SHARED | {"shared_gates": True, "depth": 3, "momentum": False}),
     small.config("mac", memory=small.SHARED | {"momentum": False}),
     small.config("mag", memory={"caching": "gated", "cache_segment": 8}),
     small.config("mal", memory={"caching": "soup", "cache_segment": 4, "cache_restart": True}),
@@ -22,11 +27,15 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
 def name(config):
     literal = "-literal" * (config.memory.forget_to == "zero")
     shared = "-shared" * (config.memory.step_unit == "error")
+    one_set = "-one_set" * config.memory.shared_gates
     kept = "" if config.memory.caching is None else f"-{config.memory.caching}"
-    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}{shared}{kept}"
+    asked = "" if config.mac_long_term is None else f"-{config.mac_long_term}"
+    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}{shared}{one_set}{kept}{asked}"
 
 
-@pytest.mark.slow_but_for("mac-None", "mag-linear", "lmm+window-None", "mac-None-shared")
+@pytest.mark.slow_but_for(
+    "mac-None", "mag-linear", "lmm+window-None", "mac-None-shared", "mac-None-3", "mal-linear", "lmm-None-one_set"
+)
 @pytest.mark.parametrize("config", CASES, ids=name)
 def test_logits_equal_the_numpy_model(config):
     with jax.enable_x64(True):

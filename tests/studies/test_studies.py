@@ -12,7 +12,7 @@ from titans_jax import cli
 from titans_jax.config import MemoryConfig, memory_rule
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import STUDIES, run
-from titans_jax.studies.ablation import VARIANTS, AblationOptions, AblationStudy
+from titans_jax.studies.ablation import NEVER, VARIANTS, AblationOptions, AblationStudy
 from titans_jax.studies.length import LengthOptions, LengthStudy
 from titans_jax.studies.models import bounded, small_model
 from titans_jax.studies.step_size import StepSizeOptions, StepSizeStudy
@@ -77,6 +77,7 @@ def test_what_the_ablation_takes_away():
     models = {cell.labels["variant"]: cell.model for cell in cells if cell.task == RECALL}
     assert list(models) == list(VARIANTS)
     full = models["full"]
+    assert models["never written"].memory.max_step_size == NEVER
     assert not memory_rule(models["without momentum"].memory).algorithm.has_momentum
     assert models["without convolution"].conv_size == 1 and models["without persistent tokens"].num_persistent == 0
     assert memory_rule(models["linear memory"].memory).architecture.linear
@@ -125,7 +126,7 @@ def test_the_quick_version_is_smaller(name):
         ("step_size --tasks recal", "tasks has 'recal'; use recall, language or both"),
         ("step_size --block window", "blocks has 'window'; use lmm, mac, mag"),
         ("step_size --max_step_sizes 0 --tasks recall", "model.memory.max_step_size is 0"),
-        ("ablation --variants without", "variants has 'without'; use full, without momentum"),
+        ("ablation --variants without", "variants has 'without'; use full, never written, without momentum"),
         ("ablation --language.data.packing documents", "data.packing is 'documents'; use stream"),
         ("ablation --head_dim 24", "head_dim is 24; use a divisor of dim 128"),
         ("length --language.positions 1000", "positions is 1000; use 0 or a multiple of data.sequence_length 512"),

@@ -70,6 +70,12 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     if config.channel_retention is not None:
         sides = {"none": (), "both": ("key", "value")}.get(config.channel_retention, (config.channel_retention,))
         changed |= {side: "forget" if side in sides else None for side in ("key", "value")}
+    if config.shared_gates:
+        changed["shared"] = True
+    if config.channel_steps not in (None, "none") and (why := _one_step(gates, rule)):
+        raise ConfigError(f"model.memory.channel_steps is {config.channel_steps}; use None, as {config.preset} {why}")
+    if config.channel_steps is not None:
+        changed["channel_steps"] = False if config.channel_steps == "none" else config.channel_steps
     try:
         return dataclasses.replace(gates, **changed)
     except ValueError as error:  # HGRN2's keys are made of what is kept, Mamba2's step is that of its retention
@@ -77,6 +83,17 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
             f"model.memory.forget is {config.forget} and channel_retention {config.channel_retention}; the gates of "
             f"{config.preset} cannot be changed so ({str(error).rstrip('.')}): use auto and None"
         ) from error
+
+
+def _one_step(gates: "GateChoices", rule: "MemoryRule") -> str:
+    """Why a token has no step size of every channel, as far as there is a reason."""
+    if rule.algorithm.whole_tokens:
+        return "weighs whole tokens"
+    if rule.algorithm.steps > 1:
+        return f"takes {rule.algorithm.steps} steps a token"
+    if rule.algorithm.keeps_statistics:
+        return "keeps sums of all tokens, which take no steps"
+    return "has steps of the channels of its keys" if gates.preconditioned else ""
 
 
 def sizes_values(config: MemoryConfig) -> bool:
@@ -194,11 +211,35 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
                 f"{'always has' if rule.algorithm.has_momentum else 'knows no'} momentum: leave it None"
             )
     rule = dataclasses.replace(rule, **choices)
+    if config.start is not None:
+        rule = _started(config, rule)
     # Linear recurrent models start from zero, and a lag token is defined by the weights themselves.
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags
     bound_slope = config.bound_slope and rule.architecture.slope_known
     rule = dataclasses.replace(rule, forget_to_start=to_start, bound_slope=bound_slope)
     return _stale(config, rule) if config.local_chunks else rule
+
+
+def _started(config: MemoryConfig, rule: "MemoryRule") -> "MemoryRule":
+    """The rule that starts as the configuration says.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    if config.start != "zero":
+        if rule.learned_start:
+            return rule
+        raise ConfigError(f"model.memory.start is {config.start}; use zero, as {config.preset} starts from there")
+    why = None
+    if rule.architecture.normalized:
+        why = f"the norm of {rule.architecture} multiplies the gradients of a zero matrix by 1 / sqrt(1e-6) = 1000"
+    elif len(rule.shapes(2)) > 1:
+        why = f"no matrix of {rule.architecture} has a gradient where the others are zero"
+    elif not rule.retention.linear:
+        why = f"{rule.retention} maps what is carried to weights, and has no slope at zero"
+    if why is None:
+        return dataclasses.replace(rule, learned_start=False)
+    raise ConfigError(f"model.memory.start is zero; use learned or fixed, as {why}")
 
 
 def _stale(config: MemoryConfig, rule: "MemoryRule") -> "MemoryRule":

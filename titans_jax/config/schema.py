@@ -48,6 +48,11 @@ class MemoryConfig:
     channel_retention: Literal["none", "key", "value", "both"] | None = None
     """Which channels are forgotten one by one, beside what a head forgets: those of keys, of values, both or none; None
     is the preset's own."""
+    shared_gates: bool = False
+    """One set of gates for all fast matrices of a memory (Titans v1), not one for each."""
+    channel_steps: Literal["none", "key", "value", "both"] | None = None
+    """Which channels have a factor of the step size of their own, twice a sigmoid: those of keys, of values, both or
+    none; None is the preset's own. "value" is the letter of Longhorn's paper."""
     p: float = 3.0
     """Exponent of Moneta's L_p bias, and of `bias` "lp"."""
     q: float = 4.0
@@ -57,8 +62,10 @@ class MemoryConfig:
     omega_window: int | None = None
     """Tokens whose losses omeganet and atlas descend together, at most `chunk_size`; None is 16, or `chunk_size` where
     that is shorter, and for dla 1. Ignored by other presets."""
-    gate_rank: int = 32
-    """Width that channel-wise gates are computed through."""
+    gate_rank: int | None = 32
+    """Width that channel-wise gates are computed through; None is a full map, dim to dim, for each."""
+    gate_maps: Literal["shared", "own"] = "shared"
+    """Whether channel-wise gates share the map to `gate_rank`, or have one each, the papers' letter."""
     chunk_size: int = 16
     """Tokens whose inner gradients share one anchor. Part of the model: another value gives other numbers. Presets with
     a matrix memory are exact at every token and ignore it."""
@@ -74,6 +81,9 @@ class MemoryConfig:
     """Tokens of a chunk whose keys are near each other share their step, so that together they do not overshoot; False
     is the papers' letter. Steps without `max_step_size`, in another unit than "error", or several a token, are never
     shared."""
+    start: Literal["learned", "fixed", "zero"] | None = None
+    """The memory's weights before the first token, of every head: learned; fixed, drawn and never trained; or zero,
+    for a matrix without a norm. None is the preset's own: learned, or zero for linear recurrent models."""
     forget_to: Literal["start", "zero"] = "start"
     """Where forgetting leads: back to the learned start, where there is one, which keeps a memory behind a norm stable
     at any length; or to zero weights, the papers' letter."""
@@ -156,6 +166,10 @@ class ModelConfig:
     mac_write: Literal["residual", "attention"] = "residual"
     """What MAC's memory is given: norm(x + attention's output), x the attention's input, which tells tokens apart; or
     attention's output alone (the papers' letter)."""
+    mac_long_term: int | None = None
+    """Long-term tokens that MAC reads from its memory for a segment (N_l of the paper, 256 there), by as many learned
+    queries of a layer, fewer than `segment`, and all seen by all of its tokens. None: one per token of the segment, by
+    the token's own query, seen by it and later ones."""
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16

@@ -92,7 +92,7 @@ def describe(hint: Any) -> str:
 
 _AT_LEAST_ONE = (
     "model.dim model.depth model.num_heads model.head_dim model.vocab_size model.segment model.window model.conv_size "
-    "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps model.memory.gate_rank "
+    "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps "
     "model.memory.cache_segment model.memory.shard "
     "data.sequence_length data.batch_size "
     "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
@@ -125,7 +125,7 @@ def _validate_ranges(config: Config) -> None:
     require(["optimizer.ema"], lambda x: x is None or 0 <= x < 1, "a number in [0, 1), or None")
     require(["optimizer.final_learning_rate_ratio"], lambda x: 0 <= x <= 1, "a number in [0, 1]")
     require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
-    require(["model.hidden_dim"], lambda x: x is None or x >= 1, "at least 1, or None")
+    require(["model.hidden_dim", "model.memory.gate_rank"], lambda x: x is None or x >= 1, "at least 1, or None")
     require(["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on")
     axes = ["mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"]
     require(axes, lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import tarfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -68,8 +68,10 @@ def babilong(run: Run, options: EvaluationOptions) -> Numbers:
     return numbers | {"mean": mean_of_tasks(numbers)}
 
 
-def read_task(folder: Path, task: str) -> list[babi.Story]:
-    """The stories of a task's test file, but for the last, which BABILong never asks.
+def read_task(folder: Path, task: str, split: Literal["train", "test"] = "test") -> list[babi.Story]:
+    """The stories of a task's file, but for the last, which BABILong never asks.
+
+    That of en-10k, where the archive has several.
 
     Raises:
       EvaluationError: the archive is missing, damaged or without the file.
@@ -77,11 +79,10 @@ def read_task(folder: Path, task: str) -> list[babi.Story]:
     archive = find_file(folder, ARCHIVE)
     try:
         with tarfile.open(archive) as files:
-            member = next(
-                (each for each in files if f"/{task}_" in each.name and each.name.endswith("_test.txt")), None
-            )
-            if member is None:
-                raise EvaluationError(f"{archive} has no test file of {task}; fetch it again")
+            found = [each for each in files if f"/{task}_" in each.name and each.name.endswith(f"_{split}.txt")]
+            if not found:
+                raise EvaluationError(f"{archive} has no {split} file of {task}; fetch it again")
+            member = max(found, key=lambda each: "/en-10k/" in each.name)
             return babi.read_stories(files.extractfile(member).read().decode())[:-1]
     except (OSError, EOFError, tarfile.TarError, ValueError) as error:
         if isinstance(error, EvaluationError):

@@ -2,7 +2,8 @@
 
 A preset's `GateChoices` say which gates its memory has and which function of a logit each is; the logits, each from a
 bias and a learned function of the block's input x, are made here. Scalars are per head (and fast matrix); channel-wise
-gates go through a low rank, dim -> gate_rank -> heads * head_dim.
+gates go through a low rank, dim -> gate_rank -> heads * head_dim, whose first map they share or have one each, or
+through a full map each.
 
 Logits are float32, of x / sqrt(dim): Adam moves all entries of a kernel alike, and would turn a plain product with x so
 fast that gates saturate before the model has learned.
@@ -60,12 +61,9 @@ class MemoryGates(nnx.Module):
         self.channels = tuple(channels)
         if self.channels:
             shape = (len(self.channels), heads, config.head_dim)
-            down = logical(initializers.truncated_normal(1.0), None, None)
-            up = logical(initializers.truncated_normal(0.1 * config.memory.gate_rank**-0.5), None, None, "heads", None)
+            self._make_channel_maps(config, shape, rngs=rngs)
             start = jnp.array(list(channels.values()), dtype)
             start = jnp.broadcast_to(start[:, None, None], shape)
-            self.down = nnx.Param(down(rngs.params(), (config.dim, config.memory.gate_rank), dtype))
-            self.up = nnx.Param(up(rngs.params(), (config.memory.gate_rank, *shape), dtype))
             self.channel_bias = nnx.Param(logical(lambda: start, None, "heads", None)())
         if choices.complement_keys:
             bias = logical(initializers.constant(choices.key_gate.start), "heads", None)
@@ -84,6 +82,19 @@ class MemoryGates(nnx.Module):
         if choices.corrected_queries:
             first = logical(initializers.constant(FIRST_CORRECTION), "heads")
             self.correction = nnx.Param(first(rngs.params(), (heads,), dtype))
+
+    def _make_channel_maps(self, config: ModelConfig, shape: tuple[int, int, int], *, rngs: nnx.Rngs) -> None:
+        """The maps to channel-wise logits, `shape` gates, heads and head_dim: full [dim, *shape], or down and up."""
+        rank, own = config.memory.gate_rank, config.memory.gate_maps == "own"
+        full = logical(initializers.truncated_normal(0.1), None, None, "heads", None)
+        self.full = nnx.Param(full(rngs.params(), (config.dim, *shape), self.dtype)) if rank is None else None
+        if rank is None:
+            return
+        wide = (config.dim, shape[0], rank) if own else (config.dim, rank)
+        down = logical(initializers.truncated_normal(1.0), *(None,) * len(wide))
+        up = logical(initializers.truncated_normal(0.1 * rank**-0.5), None, None, "heads", None)
+        self.down = nnx.Param(down(rngs.params(), wide, self.dtype))
+        self.up = nnx.Param(up(rngs.params(), (rank, *shape), self.dtype))
 
     def __call__(
         self, x: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array | None = None
@@ -144,11 +155,18 @@ class MemoryGates(nnx.Module):
                 splits.append(total := total + width)
             found |= dict(zip(self.scalars, jnp.split(logits, splits[:-1], axis=-1), strict=True))
         if self.channels:
-            down = self.down[...]
-            low = jnp.einsum("btd,dr->btr", x.astype(down.dtype) * x.shape[-1] ** -0.5, down)
-            logits = jnp.einsum("btr,rchd->cbthd", low, self.up[...]) + self.channel_bias[...][:, None, None]
+            logits = self.mapped(x.astype(self.dtype) * x.shape[-1] ** -0.5) + self.channel_bias[...][:, None, None]
             found |= dict(zip(self.channels, logits, strict=True))
         return found
+
+    def mapped(self, x: jax.Array) -> jax.Array:
+        """The linear part of the channel-wise logits, [b, t, dim] -> [c, b, t, h, d]."""
+        if self.full is not None:
+            return jnp.einsum("bti,ichd->cbthd", x, self.full[...])
+        down, up = self.down[...], self.up[...]
+        if down.ndim == 2:
+            return jnp.einsum("btr,rchd->cbthd", jnp.einsum("bti,ir->btr", x, down), up)
+        return jnp.einsum("btcr,rchd->cbthd", jnp.einsum("bti,icr->btcr", x, down), up)
 
     def rate_step(self, logits: dict[str, jax.Array]) -> jax.Array:
         """The step of Mamba2, [b, t, h, 1]."""
@@ -243,7 +261,7 @@ def window_total(window_weight: jax.Array) -> jax.Array:
     """The sum of the weights that a token gives its window, its own 1 among them, [..., w - 1] -> [..., 1].
 
     A token's step is taken as often as it is in a window, with weights that later tokens choose; by its own weights, it
-    is made so much smaller that all of it together is one step (memory/README.md, The Omega rule).
+    is made so much smaller that all of it together is one step (memory/later_models.md, The Omega rule).
     """
     return 1 + jnp.sum(window_weight, axis=-1, keepdims=True)
 

@@ -67,7 +67,8 @@ class HeadInputs(NamedTuple):
 class NeuralMemory(HeadReads):
     """A sequence layer that learns while it reads, [b, t, dim] -> [b, t, dim].
 
-    One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings).
+    One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings), one
+    that no gradient reaches, or zero.
 
     caches: whether what the memory was is kept and read too, which `CachedMemory` does. hierarchical: whether there are
     local memories too, which `HierarchicalMemory` has.
@@ -112,6 +113,7 @@ class NeuralMemory(HeadReads):
             return nnx.Param(logical(lambda: value.astype(param_dtype(config)), *axes)())
 
         weights = [parameter(weight, wide_sides(weight.shape)) for weight in start.pop("weights")]
+        self.fixed_start = config.memory.start == "fixed"
         self.start_weights = nnx.List(weights if self.rule.learned_start else [])
         by_head = lambda value: ("heads",) + (None,) * (value.ndim - 1)  # noqa: E731
         self.slow = nnx.Dict({name: parameter(value, by_head(value)) for name, value in start.items()})
@@ -298,8 +300,8 @@ class NeuralMemory(HeadReads):
         slow = {name: value[...] for name, value in self.slow.items()}
         if self.rule.learned_start:
             # Whole on every device before the memory runs: a chunk of it never waits for another device.
-            whole = (constrain(weight[...], HEADS, None, None) for weight in self.start_weights)
-            return {"weights": tuple(whole), **slow}
+            whole = tuple(constrain(weight[...], HEADS, None, None) for weight in self.start_weights)
+            return {"weights": jax.lax.stop_gradient(whole) if self.fixed_start else whole, **slow}
         shapes = self.rule.shapes(self.head_dim)
         dtype = wide_dtype(self.dtype)
         return {"weights": tuple(jnp.zeros((self.num_heads, *shape), dtype) for shape in shapes), **slow}

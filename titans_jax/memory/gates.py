@@ -108,7 +108,9 @@ def complete_gates(rule: MemoryRule, gates: Gates, keys: jax.Array, matrices: in
         x = x.astype(dtype)[:, None] if x.ndim == 1 else x.astype(dtype)
         return jnp.broadcast_to(x, (x.shape[0], max(width, x.shape[1])))
 
-    step_size = rule.algorithm.step_size(full(gates.step_size, matrices), to_state_dtype(keys))
     cast = {name: full(getattr(gates, name), 1) for name in ("bias_gate", *CHANNEL_GATES, "window_weight")}
+    step_size, cast["value_step_size"] = rule.algorithm.step_sizes(
+        full(gates.step_size, matrices), cast["key_step_size"], cast["value_step_size"], to_state_dtype(keys)
+    )
     momentum = full(gates.log_momentum, matrices) if rule.algorithm.has_momentum else None
     return Gates(full(gates.log_retention, matrices), momentum, step_size, gates.mask, **cast)

@@ -58,9 +58,17 @@ def gated_memory_flops(model: ModelConfig) -> float:
     rule, choices = memory_rule(model.memory), gate_choices(model.memory)
     scalars = sum(width for width, _ in choices.scalar_logits(rule, model.head_dim).values())
     scalars += 2 * choices.preconditioned + 3 * choices.rotated_keys
-    channels = len(choices.channel_logits(rule))
-    low_rank = 2 * model.memory.gate_rank * (model.dim + channels * model.dim) if channels else 0
-    return 2 * model.dim * model.num_heads * scalars + low_rank + model.num_heads * memory_flops(model)
+    by_channel = channel_gates_flops(model, len(choices.channel_logits(rule)))
+    return 2 * model.dim * model.num_heads * scalars + by_channel + model.num_heads * memory_flops(model)
+
+
+def channel_gates_flops(model: ModelConfig, gates: int) -> int:
+    """So many channel-wise gates: a map of each, from a low rank to which they share one or have their own."""
+    rank = model.memory.gate_rank
+    if rank is None:
+        return 2 * gates * model.dim**2
+    down = min(gates, 1) if model.memory.gate_maps == "shared" else gates
+    return 2 * rank * model.dim * (down + gates)
 
 
 def local_flops(model: ModelConfig) -> float:

@@ -8,6 +8,10 @@ Per segment of `config.segment` tokens, x being its normalised rows and M the me
     m = read of the memory at q(z), after writing k(z), v(z)     token t reads its own write and none later
     o = (norm_a(y) * sigmoid(norm_b(m))) W_o
 
+With `mac_long_term` N, h is of N learned queries of the layer in place of the segment's, h = norm(M(q_1 .. q_N)), and
+all of it is seen by all tokens: it depends on no token of the segment. That is the one reading in which the papers'
+256 long-term tokens are fewer than their segments' 512. It stands beside P, which has no positions.
+
 The papers write y itself (`mac_write` "attention", z = y), which is a mean over tokens and says poorly which one it is
 of: what is written cannot be found again (memory/what_was_tried.md). They also say that blocks have residual
 connections; here is one.
@@ -39,7 +43,7 @@ from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm, side_by_side
-from titans_jax.layers.persistent import PersistentTokens
+from titans_jax.layers.persistent import LongTermQueries, PersistentTokens
 from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
 from titans_jax.models.block import Block, register_block
 from titans_jax.models.flops import (
@@ -59,10 +63,11 @@ class Rows(NamedTuple):
     """What x alone decides: queries of memory and of attention, keys and values of x.
 
     All [b, t, heads head_dim]: a scan's inputs and outputs lie in memory as they are, and narrow heads fill no tile.
-    residual: the block's normalised input, None where attention's output alone is written.
+    recall: None where h has learned queries. residual: the block's normalised input, None where attention's output
+    alone is written.
     """
 
-    recall: jax.Array
+    recall: jax.Array | None
     queries: jax.Array
     past: KeyValues
     residual: jax.Array | None
@@ -76,12 +81,15 @@ class MACState(NamedTuple):
     context: keys and values of h and of x in the open segment, [b, segment, heads, head_dim].
     prefix: those of P [b, n, heads, head_dim], a copy a row: gradients of one would be summed over rows every segment.
     index: int32 scalar, tokens of the segment read so far.
+
+    With `mac_long_term` h, which is read as the segment opens, stands behind P in prefix; context has x alone, tail is
+    None and weights ().
     """
 
     memory: MemoryLayerState
-    tail: jax.Array
+    tail: jax.Array | None
     weights: tuple[jax.Array, ...]
-    context: tuple[KeyValues, KeyValues]
+    context: tuple[KeyValues, ...]
     prefix: KeyValues
     index: jax.Array
 
@@ -94,10 +102,12 @@ class MAC(Block):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.segment, self.remat = config.segment, config.remat == "full"
+        self.num_persistent = config.num_persistent
         self.persistent = PersistentTokens(config, rngs=rngs)
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
         self.attention = Attention(config, None, rngs=rngs)
         self.memory = NeuralMemory(config, rngs=rngs)
+        self.long_term = LongTermQueries(config, rngs=rngs) if config.mac_long_term is not None else None
         self.recall_norm = RMSNorm(config, config.num_heads, config.head_dim, axes=("heads", None), rngs=rngs)
         self.write_norm = RMSNorm(config, config.dim, rngs=rngs) if config.mac_write == "residual" else None
         self.merge = GatedMerge(config, rngs=rngs)
@@ -127,7 +137,9 @@ class MAC(Block):
         start = self.memory.start()
         start = start._replace(memory=dataclasses.replace(start.memory, position=None))
         prefix = self.attention.prefix(self.persistent())
-        return self._open_segment(*broadcast((start, start.tails["query"], prefix), batch))
+        tail = start.tails["query"] if self.long_term is None else None
+        memory, tail, prefix = broadcast((start, tail, prefix), batch)
+        return self._open_segment(memory, tail, self._seen_by_all(prefix, memory.memory.weights))
 
     @staticmethod
     def closed(state: MACState) -> MACState:
@@ -138,9 +150,14 @@ class MAC(Block):
     def forward_flops(config: ModelConfig, time: int) -> float:
         """See `Block`."""
         # Token i of a segment sees h_j and x_j for j <= i. For h: queries, a read of the memory, keys and values.
-        keys = 2 * mean_causal_keys(min(time, config.segment), config.segment)
-        segment = attention_flops(config, keys) + persistent_flops(config)
-        context = 3 * projection_flops(config) + memory_read_flops(config)
+        keys = mean_causal_keys(min(time, config.segment), config.segment)
+        if config.mac_long_term is None:
+            segment = attention_flops(config, 2 * keys) + persistent_flops(config)
+            context = 3 * projection_flops(config) + memory_read_flops(config)
+        else:  # as many reads for every segment, also for one that is not whole
+            segment = attention_flops(config, keys + config.mac_long_term) + persistent_flops(config)
+            reads = config.mac_long_term * -(-time // config.segment) / time
+            context = reads * (2 * projection_flops(config) + memory_read_flops(config))
         merge = projection_flops(config)
         return segment + context + memory_layer_flops(config) + merge + feed_forward_flops(config)
 
@@ -151,7 +168,13 @@ class MAC(Block):
 
     @staticmethod
     def check(config: ModelConfig) -> None:
-        """A segment is a whole number of the memory's chunks, and no memory is kept or local."""
+        """A segment is a whole number of the memory's chunks and longer than what is recalled for it, and no memory is
+        kept or local."""
+        if config.mac_long_term is not None and not 1 <= config.mac_long_term < config.segment:
+            raise ConfigError(
+                f"model.mac_long_term is {config.mac_long_term}; use 1 to {config.segment - 1}, fewer than "
+                f"model.segment {config.segment}, or None for one per token"
+            )
         if config.memory.caching is not None:
             raise ConfigError(
                 f"model.memory.caching is {config.memory.caching!r}, which mac does not do, as its segments' attention "
@@ -170,11 +193,27 @@ class MAC(Block):
                 f"{below}"
             )
 
-    def _open_segment(self, memory: MemoryLayerState, tail: jax.Array, prefix: KeyValues) -> MACState:
+    def _open_segment(self, memory: MemoryLayerState, tail: jax.Array | None, prefix: KeyValues) -> MACState:
         """The state at a segment's start."""
-        shape = (tail.shape[0], self.segment, self.attention.num_heads, self.attention.head_dim)
-        empty = KeyValues(*[jnp.zeros(shape, self.attention.dtype)] * 2)
-        return MACState(memory, tail, memory.memory.weights, (empty, empty), prefix, jnp.zeros((), jnp.int32))
+        batch, _, heads, head_dim = prefix.keys.shape
+        empty = KeyValues(*[jnp.zeros((batch, self.segment, heads, head_dim), self.attention.dtype)] * 2)
+        contexts, weights = ((empty, empty), memory.memory.weights) if self.long_term is None else ((empty,), ())
+        return MACState(memory, tail, weights, contexts, prefix, jnp.zeros((), jnp.int32))
+
+    def _seen_by_all(self, prefix: KeyValues, weights: tuple[jax.Array, ...]) -> KeyValues:
+        """What all tokens of a segment see, where the memory's weights [b, h, ...] are those of its start: P, in front
+        in `prefix`, and behind it h, if it is of learned queries."""
+        if self.long_term is None:
+            return prefix
+        batch = prefix.keys.shape[0]
+        h = self._recalled(weights, jnp.broadcast_to(self.long_term(), (batch, *self.long_term.shape)))
+        new = self.attention.prefix(h)
+        return jax.tree.map(lambda p, h: jnp.concatenate([p[:, : self.num_persistent], h], axis=1), prefix, new)
+
+    def _recalled(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
+        """h [b, t, dim], what weights say of queries [b, t, heads, head_dim]."""
+        h = self.recall_norm(self.memory.retrieve(weights, queries)).astype(self.attention.dtype)
+        return constrain(side_by_side(h), BATCH, None, None)
 
     def _segments(
         self, x: jax.Array, state: MACState, documents: Documents | None = None
@@ -182,8 +221,9 @@ class MAC(Block):
         """x [b, t, dim] from a segment's start on: a scan over the whole segments, then what is left."""
         batch, time, _ = x.shape
         first = self.init_state(batch)
+        first_tail = None if first.tail is None else first.tail[0]
         positions = jnp.arange(time, dtype=jnp.int32) % self.segment
-        rows, tail = self._rows(x, state.tail, positions, documents, first.tail[0])
+        rows, tail = self._rows(x, state.tail, positions, documents, first_tail)
 
         def one_segment(
             memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]
@@ -196,11 +236,12 @@ class MAC(Block):
                     lambda new, old: jnp.where(flags_like(starts, old), new, old), first.memory, memory
                 )
             weights = memory.memory.weights
-            memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, state.prefix, mask=mask)
-            return memory, (y, reads, weights, context, report)
+            prefix = self._seen_by_all(state.prefix, weights)
+            memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, prefix, mask=mask)
+            return memory, (y, reads, (weights, context, prefix), report)
 
         def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]) -> tuple[MemoryLayerState, Any]:
-            memory, (y, reads, _, _, report) = one_segment(memory, inputs)
+            memory, (y, reads, _, report) = one_segment(memory, inputs)
             return memory, (y, reads, report)
 
         if self.remat:
@@ -217,12 +258,13 @@ class MAC(Block):
             parts.append((from_segments(y), from_segments(reads), report))
         state = self._open_segment(memory, tail, state.prefix)
         if rest:
-            memory, (y, reads, weights, context, report) = one_segment(
+            memory, (y, reads, (weights, context, prefix), report) = one_segment(
                 memory, jax.tree.map(lambda rows: rows[:, end:], (rows, documents))
             )
             room = [(0, 0), (0, self.segment - rest), (0, 0), (0, 0)]
             context = jax.tree.map(lambda rows: jnp.pad(rows, room), context)
-            state = MACState(memory, tail, weights, context, state.prefix, jnp.full((), rest, jnp.int32))
+            weights = weights if self.long_term is None else ()
+            state = MACState(memory, tail, weights, context, prefix, jnp.full((), rest, jnp.int32))
             parts.append((y, reads, report))
         ys, reads, reports = zip(*parts, strict=True)
         return jnp.concatenate(ys, axis=1), jnp.concatenate(reads, axis=1), state, _join(reports)
@@ -242,30 +284,35 @@ class MAC(Block):
 
     def _token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
         """One token, x [b, 1, dim]."""
-        opens = state.index == 0
-        weights = jax.tree.map(
-            lambda now, before: jnp.where(opens, now, before), state.memory.memory.weights, state.weights
-        )
+        opens, now = state.index == 0, state.memory.memory.weights
+        if self.long_term is None:
+            weights = jax.tree.map(lambda now, before: jnp.where(opens, now, before), now, state.weights)
+            prefix = state.prefix
+        else:
+            weights = ()
+            prefix = jax.lax.cond(opens, lambda: self._seen_by_all(state.prefix, now), lambda: state.prefix)
         rows, tail = self._rows(x, state.tail, state.index[None])
         memory, (y, reads, context, report) = self._attend_and_write(
-            rows, state.memory, weights, state.prefix, index=state.index, context=state.context
+            rows, state.memory, weights, prefix, index=state.index, context=state.context
         )
         index = (state.index + 1) % self.segment
-        return y, reads, MACState(memory, tail, weights, context, state.prefix, index), report
+        return y, reads, MACState(memory, tail, weights, context, prefix, index), report
 
     def _rows(
         self,
         x: jax.Array,
-        tail: jax.Array,
+        tail: jax.Array | None,
         positions: jax.Array,
         documents: Documents | None = None,
         initial_tail: jax.Array | None = None,
-    ) -> tuple[Rows, jax.Array]:
+    ) -> tuple[Rows, jax.Array | None]:
         """What the block's input x [b, t, dim] at `positions` [t] of its segment decides alone, and the next
         convolution tail."""
         normed = self.norm(x)
         residual = None if self.write_norm is None else self.attention.by_head(normed)
-        recall, tail = self.memory.query(normed, tail, documents, initial_tail)
+        recall = None
+        if self.long_term is None:
+            recall, tail = self.memory.query(normed, tail, documents, initial_tail)
         queries, past = self.attention.queries(normed, positions), self.attention.key_values(normed, positions)
         return jax.tree.map(side_by_side, Rows(recall, queries, past, residual)), tail
 
@@ -281,27 +328,27 @@ class MAC(Block):
         prefix: KeyValues,
         *,
         index: int | jax.Array = 0,
-        context: tuple[KeyValues, KeyValues] | None = None,
+        context: tuple[KeyValues, ...] | None = None,
         mask: jax.Array | None = None,
-    ) -> tuple[MemoryLayerState, tuple[jax.Array, jax.Array, tuple[KeyValues, KeyValues], dict[str, jax.Array]]]:
+    ) -> tuple[MemoryLayerState, tuple[jax.Array, jax.Array, tuple[KeyValues, ...], dict[str, jax.Array]]]:
         """h, y, z and m of the equations at the top, for tokens inside one segment.
 
         Args:
-          weights: the memory at the segment's start, which h reads.
-          prefix: keys and values of P [b, n, heads, head_dim].
+          weights: the memory at the segment's start, which the h of tokens read.
+          prefix: keys and values that all tokens see, [b, n, heads, head_dim].
           index: place of the first token in the segment; static 0 keeps the memory's chunks and the mask static.
-          context: keys and values of h and x in the segment so far; None when the tokens start it.
+          context: keys and values of h and x, or of x, in the segment so far; None when the tokens start it.
           mask: bool [b, t], False at padding.
 
         Returns:
-          the memory after z; y [b, t, dim], its reads [b, t, heads, head_dim], the context with h and x, a report.
+          the memory after z; y [b, t, dim], its reads [b, t, heads, head_dim], the context with these tokens, a report.
         """
-        time = rows.recall.shape[1]
+        time = rows.queries.shape[1]
         rows = jax.tree.map(self.attention.by_head, rows)
         positions = index + np.arange(time, dtype=np.int32)
-        h = self.recall_norm(self.memory.retrieve(weights, rows.recall)).astype(self.attention.dtype)
-        h = constrain(side_by_side(h), BATCH, None, None)
-        new = (self.attention.key_values(h, positions), rows.past)
+        new: tuple[KeyValues, ...] = (rows.past,)
+        if rows.recall is not None:
+            new = (self.attention.key_values(self._recalled(weights, rows.recall), positions), rows.past)
         if context is None:
             context = new
         else:

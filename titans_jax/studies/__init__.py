@@ -2,6 +2,7 @@
 
 from titans_jax.studies import (  # noqa: F401  (they register their studies)
     ablation,
+    babilong,
     dna,
     forecasting,
     language,

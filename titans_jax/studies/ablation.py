@@ -18,6 +18,8 @@ from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language
 
 FULL = "full"
+NEVER = 1e-6
+"""A largest step, in units of the error it removes, that leaves a memory where it starts."""
 
 Change = Callable[[ModelConfig], ModelConfig]
 
@@ -60,6 +62,7 @@ def model_with(**fields: object) -> Change:
 
 VARIANTS: dict[str, Change] = {
     FULL: lambda model: model,
+    "never written": memory_with(max_step_size=NEVER),
     "without momentum": memory_with(momentum=False),
     "without forgetting": memory_with(forget="never"),
     "without convolution": model_with(conv_size=1),
@@ -68,7 +71,8 @@ VARIANTS: dict[str, Change] = {
     **{f"depth {depth}": memory_with(depth=depth) for depth in (1, 2, 3, 4)},
     **{f"chunk {size}": memory_with(chunk_size=size) for size in (1, 4, 16, 64)},
 }
-"""The rows. A convolution of one tap is a factor for each channel; a row that is the full model is trained once."""
+"""The rows. "never written" is trained without its writes, where the memory gain of the full model switches them off
+afterwards. A convolution of one tap is a factor for each channel; a row that is the full model is trained once."""
 
 
 @register_study("ablation")
@@ -84,7 +88,9 @@ class AblationStudy(Study):
             return default
         return dataclasses.replace(
             default, seeds=1, dim=64, head_dim=16,
-            variants=("without momentum", "without forgetting", "without convolution", "linear memory"),
+            variants=(
+                "never written", "without momentum", "without forgetting", "without convolution", "linear memory",
+            ),
             recall=Recall(steps=400),
             language=Language(steps=60, batch_size=4, evaluation_batches=8, positions=4096, positions_rows=2),
         )  # fmt: skip

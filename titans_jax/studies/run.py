@@ -118,13 +118,13 @@ def run(plan: Plan, console: Console | None = None) -> None:
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        bar = progress.add_task("", total=sum(cell.task.steps for cell in waiting))
+        bar = progress.add_task("", total=sum(map(steps_of, waiting)))
         for number, cell in enumerate(waiting):
             progress.update(bar, description=label_words(cell))
-            before = sum(cell.task.steps for cell in waiting[:number])
+            before = sum(map(steps_of, waiting[:number]))
             result = run_cell(cell, lambda: progress.advance(bar))
             results.add(cell, result)
-            progress.update(bar, completed=before + cell.task.steps)
+            progress.update(bar, completed=before + steps_of(cell))
             progress.console.print(result_words(cell, result))
     write(plan, results, console)
     failed = sum(results.get(cell).status == "failed" for cell in different.values())
@@ -139,20 +139,29 @@ def run_cell(cell: Cell, after_step: Callable[[], None] = lambda: None) -> Resul
     """Train one model and measure it. What fails is part of the result; only what ends the process is raised."""
     sizes = {"parameters": count_params(cell.model)}
     sizes["state_floats"] = state_floats(cell.model, cell.task.sequence_length)
-    batches = cell.task.batches(cell.seed)
+    histories, params = [], None
     try:
-        task = cell.task
-        graphdef, params, history = fit(
-            cell.model, task.optimizer, batches, task.steps, cell.seed, after_step, task.selection(),
-            task.start(cell.model, cell.seed),
-        )  # fmt: skip
+        for task in cell.task.trainings():
+            batches = task.batches(cell.seed)
+            start = params if histories else task.start(cell.model, cell.seed)
+            try:
+                graphdef, params, history = fit(
+                    cell.model, task.optimizer, batches, task.steps, cell.seed, after_step, task.selection(), start
+                )
+            finally:
+                batches.close()
+            histories.append(history)
         numbers, finite = finite_numbers(cell.task.measure(graphdef, params))
     except Exception as error:  # noqa: BLE001  (one model that does not fit must not cost the others)
         return Result("failed", **sizes, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    finally:
-        batches.close()
-    status = "finite" if finite and history.finite else "not finite"
-    return Result(status, **sizes, tokens=history.tokens, seconds=history.seconds, numbers=numbers)
+    status = "finite" if finite and all(history.finite for history in histories) else "not finite"
+    tokens, seconds = (sum(getattr(history, name) for history in histories) for name in ("tokens", "seconds"))
+    return Result(status, **sizes, tokens=tokens, seconds=seconds, numbers=numbers)
+
+
+def steps_of(cell: Cell) -> int:
+    """Training steps of a cell at most, for the progress bar."""
+    return sum(task.steps for task in cell.task.trainings())
 
 
 def write(plan: Plan, results: ResultsFile, console: Console) -> None:

@@ -83,6 +83,10 @@ class Task:
         """How the parameters that are measured are chosen on validation data; None takes the last."""
         return None
 
+    def trainings(self) -> list[Task]:
+        """What a model is trained on, one after another, each from the parameters that the one before chose."""
+        return [self]
+
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
         """What a trained model is worth, by name."""
         raise NotImplementedError

@@ -42,12 +42,12 @@ HEADER = "titans_jax"
 WORDS = {
     "attention": "attention", "channel_bias": "bias of the channel-wise gates", "convolution": "convolution",
     "down": "projection down", "embedding": "embedding", "feed_forward": "feed-forward", "gate": "gate projection",
-    "gates": "gates", "head": "output head", "kernel": "matrix", "key": "key", "memory": "memory", "merge": "merge",
-    "norm": "norm", "output": "output projection", "output_gate": "output gate", "output_projection":
-    "output projection", "persistent": "persistent tokens", "projection": "projection", "query": "query",
-    "recall_norm": "norm of what the memory says", "scale": "scale", "score": "scores of kept memories", "slow":
-    "slow parameters", "start_weights": "learned start of fast matrix", "tokens": "vectors", "up": "projection up",
-    "value": "value", "write_norm": "norm of what is written",
+    "gates": "gates", "head": "output head", "kernel": "matrix", "key": "key", "long_term": "long-term tokens",
+    "memory": "memory", "merge": "merge", "norm": "norm", "output": "output projection", "output_gate": "output gate",
+    "output_projection": "output projection", "persistent": "persistent tokens", "projection": "projection",
+    "query": "query", "recall_norm": "norm of what the memory says", "scale": "scale", "score":
+    "scores of kept memories", "slow": "slow parameters", "start_weights": "learned start of fast matrix", "tokens":
+    "vectors", "up": "projection up", "value": "value", "write_norm": "norm of what is written",
 }  # fmt: skip
 """Names of modules and parameters in words; others stand as they are."""
 

@@ -1,5 +1,7 @@
 """Gate choices: words and gates of one's own, the logits they need, refusals."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,18 @@ def test_logits_of_presets(name, scalars, channels):
     """How many a head and a token, where they start, and in which order they are drawn."""
     found = logits(name)
     assert found == (scalars, channels) and [list(part) for part in found] == [list(scalars), list(channels)]
+
+
+def test_gates_that_all_matrices_share():
+    """One of each, as many inner steps as before, and channels as they were."""
+    choices = dataclasses.replace(presets.PRESETS["titans"].gates, shared=True)
+    rule = presets.titans(depth=3)
+    found = choices.scalar_logits(rule, HEAD_DIM)
+    assert found == {"retention": (1, -8.0), "step_size": (1, 0.0), "momentum": (1, 0.0)}
+    own = dataclasses.replace(presets.PRESETS["yaad"].gates, shared=True)
+    assert own.channel_logits(presets.yaad()) == presets.PRESETS["yaad"].gates.channel_logits(presets.yaad())
+    product = dataclasses.replace(presets.PRESETS["delta_product"].gates, shared=True)
+    assert product.scalar_logits(presets.delta_product(), HEAD_DIM)["step_size"] == (2, 0.0)
 
 
 def test_a_huber_threshold_is_per_channel_and_starts_at_one():
@@ -87,6 +101,7 @@ def test_every_word_for_a_step_size_steps_forward():
         ({"keys": "both"}, "keys is 'both': it must be one of 'projected', 'complement', 'removal', 'rotated'."),
         ({"erase": "keys"}, "erase is 'keys': it must be one of 'all', 'channels', 'head'."),
         ({"preconditioned": True, "channel_steps": True}, "preconditioned is True"),
+        ({"channel_steps": "all"}, "channel_steps is 'all': it must be one of 'key', 'value', 'both'."),
         ({"keys": "complement"}, "key is None"),
         ({"lower_bound": True}, "key is None"),
         ({"step_size": "rate"}, 'step_size is "rate": it is the step of a retention "rate"'),

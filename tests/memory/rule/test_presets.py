@@ -148,6 +148,26 @@ def test_titans_without_momentum_is_gated_deltanet_only_if_it_forgets_nothing():
     assert error(titans, gated) > 0.01
 
 
+@each_form
+@pytest.mark.parametrize("name", ("gated_deltanet", "delta_product"))
+def test_what_is_forgotten_before_the_error_is_the_change_since_the_start(name, form):
+    """With a learned start M_0 and forgetting to it, W' = M_0 + a (W - M_0), e = k W' - v, W = W' - b k^T e; further
+    steps of a token forget nothing."""
+    model = MODELS[name]
+    inputs = model.inputs()
+    start = np.random.default_rng(3).normal(size=(HEAD_DIM, HEAD_DIM))
+    rule = dataclasses.replace(model.rule, learned_start=True, forget_to_start=True)
+    reads, _ = run(rule, form, {"weights": (start,)}, inputs)
+    steps, weights, expected = rule.algorithm.steps, start, []
+    keys, values = (inputs[part].reshape(TIME, steps, HEAD_DIM) for part in ("keys", "values"))
+    for t, step_sizes in enumerate(np.reshape(inputs["step_size"], (TIME, steps))):
+        weights = start + inputs["retention"][t] * (weights - start)
+        for key, value, step_size in zip(keys[t], values[t], step_sizes, strict=True):
+            weights = weights - step_size * np.outer(key, key @ weights - value)
+        expected.append(inputs["queries"][t] @ weights)
+    assert error(reads, np.stack(expected)) <= TOLERANCE
+
+
 def test_titans_with_a_dot_product_and_nothing_else_is_linear_attention():
     inputs = MODELS["linear_attention"].inputs()
     reads = linear_titans_reads(inputs, np.zeros(TIME), np.ones(TIME), memory.biases.dot_product())
@@ -170,6 +190,29 @@ def test_longhorn_is_deltanet_with_the_implicit_step():
     step = theta / (1 + theta * np.sum(inputs["keys"] ** 2, axis=1))
     assert error(library("deltanet", "chunked", step_size=step), library("longhorn", "chunked")) <= TOLERANCE
     assert error(library("deltanet", "chunked"), library("longhorn", "chunked")) > 0.01
+
+
+@pytest.mark.slow_but_for("chunked-sides1", "recurrent-sides0")
+@each_form
+@pytest.mark.parametrize("sides", [("value_step_size",), ("value_step_size", "key_step_size")])
+def test_longhorn_with_a_step_of_every_channel(sides, form):
+    """Column j of W is argmin theta_j (k w - v_j)^2 + sum_i (w_i - w'_i)^2 / m_i, by its normal equations; theta_j = 0
+    leaves it alone. The steps of the paper are per value channel; m is 1 there."""
+    model, inputs = MODELS["longhorn"], MODELS["longhorn"].inputs()
+    generator = np.random.default_rng(3)
+    inputs |= {name: generator.uniform(0.2, 3.0, (TIME, HEAD_DIM)) for name in sides}
+    inputs["value_step_size"][2, 1] = 0.0
+    held = 1 / inputs.get("key_step_size", np.ones((TIME, HEAD_DIM)))
+    W, expected = np.zeros((HEAD_DIM, HEAD_DIM)), np.zeros((TIME, HEAD_DIM))
+    for t in range(TIME):
+        k, v = inputs["keys"][t], inputs["values"][t]
+        for j in range(HEAD_DIM):
+            theta = inputs["step_size"][t] * inputs["value_step_size"][t, j]
+            W[:, j] = np.linalg.solve(np.diag(held[t]) + theta * np.outer(k, k), held[t] * W[:, j] + theta * k * v[j])
+        expected[t] = inputs["queries"][t] @ W
+    assert error(run(model.rule, form, model.params, inputs)[0], expected) <= TOLERANCE
+    # DeltaNet with these steps is another memory.
+    assert error(run(MODELS["deltanet"].rule, form, model.params, inputs)[0], expected) > 0.01
 
 
 def test_kimi_delta_attention_with_equal_channels_is_gated_deltanet():

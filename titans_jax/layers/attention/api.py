@@ -35,13 +35,14 @@ def causal_attention(
 
 
 def segment_attention(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+    queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int | jax.Array = 0
 ) -> jax.Array:
-    """Each query sees the prefix, and the rows of both contexts up to its own place: [b, t, h, d] (Titans eq 22-23).
+    """Each query sees the prefix, and the rows of every context up to its own place: [b, t, h, d] (Titans eq 22-23).
 
     Args:
       queries: [b, t, h, d], from place `index` of a segment on.
-      context: the memory's reads h and the segment x itself, [b, s, h, d] each, from the segment's first place on.
+      context: the memory's reads h and the segment x itself, or x alone, [b, s, h, d] each, from the segment's first
+        place on.
       prefix: [b, n, h, d], seen by every query.
     """
     return dispatch(SEGMENT, queries, context, prefix, index)
@@ -63,7 +64,7 @@ def _causal_splash(
 
 
 def _segment_splash(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+    queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int | jax.Array = 0
 ) -> jax.Array:
     from titans_jax.layers.attention.splash import splash_segment_attention
 
@@ -83,7 +84,7 @@ def _splash_supports_causal(
 
 
 def _splash_supports_segment(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+    queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int | jax.Array = 0
 ) -> bool:
     # Its mask is made while the program is traced.
     return current_backend().pallas and queries.dtype != jnp.float64 and isinstance(index, int)

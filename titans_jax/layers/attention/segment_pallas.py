@@ -1,5 +1,6 @@
 """Attention in a segment of MAC as a TPU kernel: token i sees [P | h_j, x_j for j <= i], in one softmax.
 
+Where h is not of tokens, it is a part of P, and x the only context.
 A step takes a row of the batch and the heads that fill the lanes, side by side as they lie in memory, and goes through
 them some queries at a time, against the keys up to the last of these. Logits never leave VMEM, and only the inputs are
 kept for the backward pass: the gradient is `jax.vjp` of the same queries, whose softmax is recomputed.
@@ -41,21 +42,19 @@ HIDDEN = -1e30
 """Added to the logit of a key that a query does not see."""
 
 
-def supports(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
-) -> bool:
+def supports(queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int | jax.Array = 0) -> bool:
     """Whether there is a kernel for these arguments of `api.segment_attention`: a whole segment, whose logits fit."""
     _, time, heads, head_dim = queries.shape
     whole = isinstance(index, int) and time == context[0].keys.shape[1]
     if not whole or not current_backend().pallas or queries.dtype.itemsize not in MOST_LOGITS:
         return False
     heads_of_step = _lanes(heads // head_shards() * head_dim, head_dim) // head_dim
-    logits = heads_of_step * QUERIES * (2 * time + prefix.keys.shape[1])
+    logits = heads_of_step * QUERIES * (len(context) * time + prefix.keys.shape[1])
     return time <= MOST_TOKENS and logits <= MOST_LOGITS[queries.dtype.itemsize]
 
 
 def fused_segment_attention(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int = 0
+    queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int = 0
 ) -> jax.Array:
     """`api.segment_attention` of a whole segment, index 0, as a kernel; each device has its own rows and heads."""
     flat = jax.tree.map(side_by_side, (queries, context, prefix))
@@ -64,7 +63,7 @@ def fused_segment_attention(
     return checkpoint_name(y.reshape(queries.shape), KERNELS)
 
 
-def _on_device(head_dim: int, queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues) -> jax.Array:
+def _on_device(head_dim: int, queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues) -> jax.Array:
     """Attention on one device, all [b, t, heads * head_dim]: pads to whole tiles."""
 
     def padded(tree: Any, multiple: int) -> Any:
@@ -73,30 +72,38 @@ def _on_device(head_dim: int, queries: jax.Array, context: tuple[KeyValues, KeyV
     time, num_prefix = queries.shape[1], prefix.keys.shape[1]
     queries, context, prefix = padded(queries, QUERIES), padded(context, QUERIES), padded(prefix, PREFIX_TOKENS)
     past = (*context, prefix) if num_prefix else context
-    return _attention(head_dim, num_prefix, queries, past)[:, :time]
+    return _attention(head_dim, len(context), num_prefix, queries, past)[:, :time]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(head_dim: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...]) -> jax.Array:
-    """past: h, x and, where there is one, the prefix, whose first `num_prefix` tokens exist."""
-    return _run_forward(head_dim, num_prefix, queries, past)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(
+    head_dim: int, contexts: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...]
+) -> jax.Array:
+    """past: so many contexts and, where there is one, the prefix, whose first `num_prefix` tokens exist."""
+    return _run_forward(head_dim, contexts, num_prefix, queries, past)
 
 
 def _attention_forward(
-    head_dim: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...]
+    head_dim: int, contexts: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...]
 ) -> tuple[jax.Array, tuple]:
-    return _run_forward(head_dim, num_prefix, queries, past), (queries, past)
+    return _run_forward(head_dim, contexts, num_prefix, queries, past), (queries, past)
 
 
-def _attention_backward(head_dim: int, num_prefix: int, inputs: tuple, cotangent: jax.Array) -> tuple:
-    return _run_backward(head_dim, num_prefix, *inputs, cotangent)
+def _attention_backward(head_dim: int, contexts: int, num_prefix: int, inputs: tuple, cotangent: jax.Array) -> tuple:
+    return _run_backward(head_dim, contexts, num_prefix, *inputs, cotangent)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _attend(
-    head_dim: int, num_prefix: int, start: int, operand_dtype: DTypeLike, queries: jax.Array, past: list[KeyValues]
+    head_dim: int,
+    contexts: int,
+    num_prefix: int,
+    start: int,
+    operand_dtype: DTypeLike,
+    queries: jax.Array,
+    past: list[KeyValues],
 ) -> jax.Array:
     """Outputs [q, lanes] of queries from `start` on, which see those rows [.., lanes] of the past; all float32."""
     heads = queries.shape[1] // head_dim
@@ -106,8 +113,8 @@ def _attend(
     by_head = jnp.concatenate([queries * (head_dim**-0.5 * lanes) for lanes in own])  # one head below the other
     shape = (len(queries), len(past[0].keys))
     future = jnp.concatenate([jnp.where(_iota(shape, 1) > start + _iota(shape, 0), HIDDEN, 0.0)] * heads)
-    padding = (jnp.where(_iota((1, len(rows.keys)), 1) < num_prefix, 0.0, HIDDEN) for rows in past[2:])
-    hidden = [future, future, *padding]
+    padding = (jnp.where(_iota((1, len(rows.keys)), 1) < num_prefix, 0.0, HIDDEN) for rows in past[contexts:])
+    hidden = [*[future] * contexts, *padding]
 
     logits = [inner_products(by_head, rows.keys, operand_dtype) for rows in past]
     logits = [part + away for part, away in zip(logits, hidden, strict=True)]
@@ -122,10 +129,10 @@ def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _seen(past: tuple[KeyValues, ...], start: int) -> list[KeyValues]:
-    """The parts of references to the past that queries from `start` on see: h and x up to the last query, all of P."""
-    context = jax.tree.map(lambda ref: ref.at[: start + QUERIES], past[:2])
-    return [*context, *past[2:]]
+def _seen(contexts: int, past: tuple[KeyValues, ...], start: int) -> list[KeyValues]:
+    """The parts of references to the past that queries from `start` on see: contexts up to the last query, all of P."""
+    context = jax.tree.map(lambda ref: ref.at[: start + QUERIES], past[:contexts])
+    return [*context, *past[contexts:]]
 
 
 def _read(ref: Any) -> jax.Array:
@@ -136,18 +143,20 @@ def _add(ref: Any, x: jax.Array) -> None:
     ref[...] += x
 
 
-def _run_forward(head_dim: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...]) -> jax.Array:
+def _run_forward(
+    head_dim: int, contexts: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...]
+) -> jax.Array:
     def kernel(queries: Any, past: tuple[KeyValues, ...], y: Any) -> None:
         for start in range(0, len(queries), QUERIES):
             now = slice(start, start + QUERIES)
-            read = jax.tree.map(_read, (queries.at[now], _seen(past, start)))
-            y[now] = _attend(head_dim, num_prefix, start, y.dtype, *read).astype(y.dtype)
+            read = jax.tree.map(_read, (queries.at[now], _seen(contexts, past, start)))
+            y[now] = _attend(head_dim, contexts, num_prefix, start, y.dtype, *read).astype(y.dtype)
 
     return _call(kernel, "segment_attention", head_dim, (queries, past), queries, ())
 
 
 def _run_backward(
-    head_dim: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...], cotangent: jax.Array
+    head_dim: int, contexts: int, num_prefix: int, queries: jax.Array, past: tuple[KeyValues, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, tuple[KeyValues, ...]]:
     """Cotangents of the queries and of the past."""
 
@@ -159,11 +168,11 @@ def _run_backward(
             total[...] = jnp.zeros_like(total)
         for start in range(0, len(queries), QUERIES):
             now = slice(start, start + QUERIES)
-            read = jax.tree.map(_read, (queries.at[now], _seen(past, start)))
-            _, pull = jax.vjp(functools.partial(_attend, head_dim, num_prefix, start, queries.dtype), *read)
+            read = jax.tree.map(_read, (queries.at[now], _seen(contexts, past, start)))
+            _, pull = jax.vjp(functools.partial(_attend, head_dim, contexts, num_prefix, start, queries.dtype), *read)
             d, d_read = pull(_read(cotangent.at[now]))
             d_queries[now] = d.astype(d_queries.dtype)
-            jax.tree.map(_add, _seen(totals, start), d_read)
+            jax.tree.map(_add, _seen(contexts, totals, start), d_read)
         for ref, total in zip(jax.tree.leaves(d_past), jax.tree.leaves(totals), strict=True):
             ref[...] = total[...].astype(ref.dtype)
 

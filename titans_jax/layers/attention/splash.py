@@ -71,7 +71,7 @@ def splash_attention(
 
 
 def splash_segment_attention(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int = 0
+    queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int = 0
 ) -> jax.Array:
     """`api.segment_attention` as a TPU kernel, for a place in the segment that is known while the program is traced."""
     visible = segment_mask(queries, context, prefix, index)

@@ -100,7 +100,7 @@ def blocked_attention(
 
 
 def segment_attention(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+    queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int | jax.Array = 0
 ) -> jax.Array:
     """`api.segment_attention` in plain JAX."""
     visible = jnp.asarray(segment_mask(queries, context, prefix, index))
@@ -109,12 +109,12 @@ def segment_attention(
 
 
 def segment_mask(
-    queries: jax.Array, context: tuple[KeyValues, KeyValues], prefix: KeyValues, index: int | jax.Array = 0
+    queries: jax.Array, context: tuple[KeyValues, ...], prefix: KeyValues, index: int | jax.Array = 0
 ) -> np.ndarray | jax.Array:
-    """Which rows of [h | x | prefix] each query sees, bool [t, 2 s + n]; numpy where `index` is an int."""
+    """Which rows of [contexts | prefix] each query sees, bool [t, contexts s + n]; numpy where `index` is an int."""
     time, places = queries.shape[1], np.arange(context[0].keys.shape[1], dtype=np.int32)
     now = index + np.arange(time, dtype=np.int32)[:, None]
-    return np.concatenate([places, places, np.zeros(prefix.keys.shape[1], np.int32)])[None] <= now
+    return np.concatenate([*[places] * len(context), np.zeros(prefix.keys.shape[1], np.int32)])[None] <= now
 
 
 def concatenate_time(*parts: KeyValues) -> KeyValues:

@@ -107,16 +107,16 @@ class AssociativeScan(ChunkAlgorithm):
         def gradient(token, gate):
             if token.erase is not None:  # no gradient of a loss by the weights: its error is along another key
                 alone = jax.tree.map(lambda x: x[None], token._replace(key_step_size=None, value_step_size=None))
-                (key,), (delta,), _ = inner_gradients(rule, params, gradient_weights(rule, opened, gate), alone)
+                (key,), (delta,), _ = inner_gradients(rule, params, gradient_weights(rule, params, opened, gate), alone)
                 return (key.T * delta,)
-            gradients, output = jax.grad(loss, has_aux=True)(gradient_weights(rule, opened, gate), token)
+            gradients, output = jax.grad(loss, has_aux=True)(gradient_weights(rule, params, opened, gate), token)
             if rule.bound_slope:
                 (share,) = slope_share(rule, output)
                 gradients = tuple(share * gradient for gradient in gradients)
             return gradients
 
         first = jax.tree.map(lambda x: x[0], gates)  # its anchor differs from `opened` in chunks of one token only
-        surprise = inner_gradients(rule, params, gradient_weights(rule, opened, first), tokens).surprise
+        surprise = inner_gradients(rule, params, gradient_weights(rule, params, opened, first), tokens).surprise
         if rule.algorithm.window > 1:  # with the tokens of the window before the chunk, none of which is read
             written = tokens._replace(queries=tokens.keys)
             gradients = jax.vmap(gradient, in_axes=(0, None))(written, first)

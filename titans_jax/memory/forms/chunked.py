@@ -130,7 +130,7 @@ class ChunkwiseGradient(ChunkAlgorithm):
         if prepared.starts_document is not None:
             start = select_state(prepared.starts_document, initial, start)
         anchor, slopes = weights_at(rule, params, start.anchor), slopes_at(rule, params, start.anchor)
-        found = inner_gradients(rule, params, gradient_weights(rule, anchor, prepared.first_gate), tokens)
+        found = inner_gradients(rule, params, gradient_weights(rule, params, anchor, prepared.first_gate), tokens)
         momenta = start.momentum or (None,) * len(start.weights)
 
         def linears(parts):

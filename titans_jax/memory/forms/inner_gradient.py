@@ -79,12 +79,16 @@ def inner_loss(rule: MemoryRule, linear, params: Params, tokens: Tokens, at_read
     return rule.algorithm.inner_loss(rule.architecture, rule.bias, linear, params, written)
 
 
-def gradient_weights(rule: MemoryRule, anchor: Matrices, gate: Gates) -> Matrices:
+def gradient_weights(rule: MemoryRule, params: Params, anchor: Matrices, gate: Gates) -> Matrices:
     """The matrices at which a token's gradient is taken: the anchor, or for an algorithm that decays first what the
-    token's own retention leaves of it. gate: leaves of one token."""
+    token's own retention leaves of it, or of its change since the learned start. gate: leaves of one token."""
     if not rule.algorithm.decay_first:
         return anchor
-    return tuple(token_retention(gate, i, len(anchor)) * w for i, w in enumerate(anchor))
+    kept = [token_retention(gate, i, len(anchor)) for i in range(len(anchor))]
+    if not rule.forget_to_start:
+        return tuple(a * w for a, w in zip(kept, anchor, strict=True))
+    starts = [start.astype(w.dtype) for start, w in zip(params["weights"], anchor, strict=True)]
+    return tuple(start + a * (w - start) for start, a, w in zip(starts, kept, anchor, strict=True))
 
 
 def token_retention(gate: Gates, i: int, matrices: int) -> jax.Array:

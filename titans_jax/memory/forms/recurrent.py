@@ -56,7 +56,7 @@ def write(
     rule: MemoryRule, params: Params, state: MemoryState, key: jax.Array, value: jax.Array, gate: Gates
 ) -> tuple[MemoryState, Surprise]:
     """The state after one token (key, value [1, head_dim], gate leaves of one token) and its surprise [1]."""
-    anchor = gradient_weights(rule, weights_at(rule, params, state.anchor), gate)
+    anchor = gradient_weights(rule, params, weights_at(rule, params, state.anchor), gate)
     own = (gate.bias_gate, gate.key_step_size, gate.value_step_size, gate.erase)
     own = (None if x is None else x[None] for x in own)
     tokens, window = WindowTokens(key, value, gate.step_size[None]), None

@@ -71,9 +71,12 @@ class Algorithm:
         """The same algorithm with momentum, or without it; None where there is no such one."""
         return self if momentum == self.has_momentum else None
 
-    def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
-        """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim]."""
-        return step_size
+    def step_sizes(
+        self, step_size: jax.Array, key_step: jax.Array | None, value_step: jax.Array | None, keys: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim], and its factor on the
+        channels of values, of the gates' factors on those of keys and of values [time, head_dim] or None."""
+        return step_size, value_step
 
     @property
     def whole_tokens(self) -> bool:
@@ -151,7 +154,7 @@ class Momentum(Algorithm):
 class Omega(Algorithm):
     """S_t = eta_t S_{t-1} - sum_{j < window} gamma_t[j] theta_{t-j} u_{t-j}, gamma_t[0] = 1: the Omega rule of ATLAS
     (arXiv 2505.23735), which descends the losses of the last tokens together, all at the memory of the chunk's start
-    (memory/README.md, The Omega rule). Without momentum S_t is the sum alone. A window of 1 is `Momentum` or
+    (memory/later_models.md, The Omega rule). Without momentum S_t is the sum alone. A window of 1 is `Momentum` or
     `GradientDescent`.
 
     Raises ValueError for a window that is no integer of 1 or more.
@@ -172,7 +175,7 @@ class Omega(Algorithm):
 class Muon(Algorithm):
     """S_t = eta_t S_{t-1} - sum_{j < window} gamma_t[j] theta_{t-j} u_{t-j} as in `Omega`, and at a chunk's end
     W_C = beta_C W_0 + thetabar NS(S_C), NS(S) the orthogonal matrix near S by Newton-Schulz, thetabar the mean of the
-    chunk's theta, beta_C the product of its retentions (ATLAS, arXiv 2505.23735; memory/README.md, Steps of whole
+    chunk's theta, beta_C the product of its retentions (ATLAS, arXiv 2505.23735; memory/later_models.md, Steps of whole
     chunks). Tokens before the chunk's last read beta_t W_0. With chunk_size 1 it is the paper's rule at every token.
 
     coefficients: of the polynomial, a name of `ops.newton_schulz.COEFFICIENTS`. momentum_by_chunk: eta of the chunk's
@@ -201,7 +204,8 @@ class Muon(Algorithm):
 @dataclasses.dataclass(frozen=True)
 class DeltaGradientDescent(Algorithm):
     """W_t = (a_t I - theta_t x^T x) W_{t-1} - theta_t u_t for the matrices that read the key, x being what they are
-    given; W_t = a_t W_{t-1} - theta_t u_t for the others (Nested Learning, arXiv 2512.24695; memory/README.md, Hope).
+    given; W_t = a_t W_{t-1} - theta_t u_t for the others (Nested Learning, arXiv 2512.24695;
+    memory/later_models.md, Hope).
 
     The erased term is the gradient of ||x W||^2 / 2, which the inner loss therefore has beside the bias. With momentum
     both are in S_t.
@@ -236,12 +240,23 @@ class DeltaGradientDescent(Algorithm):
 @dataclasses.dataclass(frozen=True)
 class Implicit(Algorithm):
     """The step that solves argmin_W theta/2 ||k W - v||^2 + 1/2 ||W - W_{t-1}||^2: theta / (1 + theta ||k||^2) of the
-    gradient (Longhorn, arXiv 2407.14207)."""
+    gradient (Longhorn, arXiv 2407.14207).
+
+    `value_step_size` s gives column j of W a theta of its own, theta s_j, as the paper has it, and the exact step
+    theta s_j / (1 + theta s_j ||k||^2). With `key_step_size` m rows are held by their own weight, (w - w_{t-1})^2 / m_i
+    in place of the square, and ||k||^2 is the sum of m_i k_i^2 (derived).
+    """
 
     linear_only = True
 
-    def step_size(self, step_size: jax.Array, keys: jax.Array) -> jax.Array:
-        return step_size / (1 + step_size * jnp.sum(jnp.square(keys), axis=-1, keepdims=True))
+    def step_sizes(
+        self, step_size: jax.Array, key_step: jax.Array | None, value_step: jax.Array | None, keys: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        squares = jnp.square(keys) if key_step is None else jnp.square(keys) * key_step
+        once = step_size * jnp.sum(squares, axis=-1, keepdims=True)
+        if value_step is not None:  # of the step with the factor 1
+            value_step = value_step * (1 + once) / (1 + once * value_step)
+        return step_size / (1 + once), value_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,6 +150,10 @@ KEY_GATES: Mapping[str, LearnedGate | Rate] = {**CHANNEL_GATES, "rate": Rate()}
 """What `GateChoices.key` may be called."""
 
 
+STEP_SIDES: Mapping[str, tuple[str, ...]] = {"key": ("key",), "value": ("value",), "both": ("key", "value")}
+"""What `GateChoices.channel_steps` may be called."""
+
+
 @dataclasses.dataclass(frozen=True)
 class GateChoices:
     """How one preset fills `memory.Gates`. Each of the first four is a word of the tables above, or a gate of its own.
@@ -163,7 +167,7 @@ class GateChoices:
     (exp(-e^(-1/2) sigmoid)), or None; of inputs also "rate", as for retention with a step of every channel (Kimi).
     lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
     softmax over the layers, from 0 in the first; as layers share no parameters, each learns its own here, from 1/2.
-    channel_steps: step sizes vary by channel too, on the same sides.
+    channel_steps: step sizes vary by channel too: True, on the same sides; "key", "value" or "both", on these.
     bias_gate: the number of a bias that takes one per channel (Huber's threshold) is per channel, softplus of a logit.
     Any other bias with a number of its own, and any where this is False, gets one per head in the same way; both start
     at 1.
@@ -176,6 +180,7 @@ class GateChoices:
     corrected_queries: q - d k takes the place of the query q, d a learned number of every head (Comba).
     preconditioned: the written key is divided by how often keys had its channels (`layers.preconditioner`).
     forget_bias: the logits' start in gates called "forget".
+    shared: retention, momentum and step size are one number for all fast matrices (Titans v1), not one for each.
 
     Raises ValueError for choices that are none, or exclude each other.
     """
@@ -185,13 +190,14 @@ class GateChoices:
     key: str | LearnedGate | Rate | None = None
     value: str | LearnedGate | None = None
     lower_bound: bool = False
-    channel_steps: bool = False
+    channel_steps: bool | Literal["key", "value", "both"] = False
     bias_gate: bool = False
     keys: Literal["projected", "complement", "removal", "rotated"] = "projected"
     erase: Literal["all", "channels", "head"] = "all"
     corrected_queries: bool = False
     preconditioned: bool = False
     forget_bias: float = OPEN_BIAS
+    shared: bool = False
 
     def __post_init__(self) -> None:
         tables = {
@@ -199,6 +205,7 @@ class GateChoices:
             "step_size": STEP_SIZE_GATES,
             "key": KEY_GATES | {None: None},
             "value": CHANNEL_GATES | {None: None},
+            "channel_steps": dict.fromkeys(STEP_SIDES),
             "keys": dict.fromkeys(("projected", "complement", "removal", "rotated")),
             "erase": dict.fromkeys(("all", "channels", "head")),
         }
@@ -206,7 +213,7 @@ class GateChoices:
             choice = getattr(self, field)
             if isinstance(choice, str | None) and choice not in table:
                 words = ", ".join(map(repr, table))
-                own = "" if field in ("keys", "erase") else ", or a LearnedGate"
+                own = "" if field in ("channel_steps", "keys", "erase") else ", or a LearnedGate"
                 raise ValueError(f"{field} is {choice!r}: it must be one of {words}{own}.")
         if self.complement_keys and self.key is None:
             raise ValueError('key is None: keys "complement" are 1 - key retention, which needs a gate, "forget".')
@@ -241,6 +248,14 @@ class GateChoices:
         return self._gate(self.value, CHANNEL_GATES)
 
     @property
+    def step_sides(self) -> tuple[str, ...]:
+        """The sides, of "key" and "value", whose channels have step sizes of their own."""
+        if isinstance(self.channel_steps, str):
+            return STEP_SIDES[self.channel_steps]
+        gates = {"key": None if self.complement_keys else self.key_gate, "value": self.value_gate}
+        return tuple(side for side, gate in gates.items() if gate and self.channel_steps)
+
+    @property
     def bounded(self) -> bool:
         """Whether the step size has a bound, max_step_size in its unit."""
         return getattr(self.step_size_gate, "bounded", False)
@@ -270,7 +285,7 @@ class GateChoices:
 
     def scalar_logits(self, rule: MemoryRule, head_dim: int) -> dict[str, tuple[int, float]]:
         """The scalar logits of one head, {name: (how many, their bias at first)}."""
-        matrices, steps = len(rule.shapes(head_dim)), rule.algorithm.steps
+        matrices, steps = 1 if self.shared else len(rule.shapes(head_dim)), rule.algorithm.steps
         found = self.retention_gate.logits("retention", matrices)
         found |= self.step_size_gate.logits("step_size", matrices * steps)
         if rule.algorithm.has_momentum:
@@ -288,8 +303,7 @@ class GateChoices:
         for side, gate in (("key", self.key_gate), ("value", self.value_gate)):
             if gate and not (side == "key" and self.complement_keys):
                 found[side] = gate.start
-        for side in tuple(found) if self.channel_steps else ():
-            found[f"{side}_step"] = 0.0
+        found |= {f"{side}_step": 0.0 for side in self.step_sides}
         if self.by_channel(rule):
             found["bias_gate"] = SOFTPLUS_ONE
         if self.removal_keys:
@@ -299,7 +313,7 @@ class GateChoices:
     def example(self, rule: MemoryRule) -> Gates:
         """Gates with a 1 for one token wherever a memory with these choices gets one: what a form is chosen by."""
         one = jnp.ones((1, 1))
-        steps = dict.fromkeys(("key_step_size", "value_step_size"), one) if self.channel_steps else {}
+        steps = {f"{side}_step_size": one for side in self.step_sides}
         steps |= {"key_step_size": one} if self.preconditioned else {}
         erase = None if self.erase == "all" else one
         retention = {f"log_{side}_retention": one for side in ("key", "value") if getattr(self, side)}

@@ -110,7 +110,10 @@ def deltanet() -> MemoryRule:
 
 @register_preset(gates=GateChoices(step_size="softplus"))
 def longhorn() -> MemoryRule:
-    """DeltaNet with the implicit step b / (1 + b ||k||^2) (arXiv 2407.14207); `value_step_size` is not part of it."""
+    """DeltaNet with the implicit step b / (1 + b ||k||^2) (arXiv 2407.14207), b a number of the head.
+
+    The paper's b is one of every channel of the values, and so are the steps: `MemoryConfig.channel_steps` "value".
+    """
     return matrix(biases.l2(), algorithms.implicit())
 
 

@@ -52,9 +52,10 @@ class MemoryRule:
                 raise ValueError(
                     f"{field} is {getattr(self, field)!r}: it must be a value that {kind.__module__} makes."
                 )
-        if self.forget_to_start and (not self.learned_start or self.retention.lags):
+        if self.forget_to_start and (not self.learned_start or self.retention.lags or self.algorithm.keeps_statistics):
             raise ValueError(
-                "forget_to_start is True: it needs a learned start and a retention gate without a lag token; use False."
+                "forget_to_start is True: it needs a learned start, a retention gate without a lag token and an "
+                "algorithm that keeps no statistics; use False."
             )
         if self.bound_slope and not self.architecture.slope_known:
             raise ValueError(
