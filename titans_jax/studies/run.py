@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from titans_jax import plots, sharding
 from titans_jax.config import ConfigError, import_file, registered
@@ -20,6 +19,7 @@ from titans_jax.config.command_line import parse
 from titans_jax.errors import TitansError
 from titans_jax.models import check_model
 from titans_jax.studies.models import same_size, state_floats
+from titans_jax.studies.progress import StudyProgress
 from titans_jax.studies.results import Result, ResultsFile, finite_numbers
 from titans_jax.studies.study import STUDIES, Cell, Study, StudyOptions
 from titans_jax.studies.table import baselines_of, csv_rows, make_rows, number_words, terminal_table
@@ -116,16 +116,12 @@ def run(plan: Plan, console: Console | None = None) -> None:
         f"{plan.name}: {len(different)} models, {len(different) - len(waiting)} of them finished before, on "
         f"{sharding.machine()}; {plan.study.notes(plan.options)}"
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        bar = progress.add_task("", total=sum(map(steps_of, waiting)))
+    with StudyProgress(console, sum(map(steps_of, waiting))) as progress:
         for number, cell in enumerate(waiting):
-            progress.update(bar, description=label_words(cell))
-            before = sum(map(steps_of, waiting[:number]))
-            result = run_cell(cell, lambda: progress.advance(bar))
+            progress.model(label_words(cell), sum(map(steps_of, waiting[:number])))
+            result = run_cell(cell, progress.step)
             results.add(cell, result)
-            progress.update(bar, completed=before + steps_of(cell))
-            progress.console.print(result_words(cell, result))
+            console.print(result_words(cell, result))
     write(plan, results, console)
     failed = sum(results.get(cell).status == "failed" for cell in different.values())
     if failed:

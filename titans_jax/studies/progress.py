@@ -1,0 +1,54 @@
+"""How far a study is: a bar on a terminal, and elsewhere, as in a log, a line now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+QUIET_SECONDS = 30.0
+"""Time between two lines in a log."""
+
+
+class StudyProgress:
+    """Counts the training steps of a study's models, and says of which model they are.
+
+    Args:
+      total: steps of all models that are not finished.
+      now: the time in seconds.
+    """
+
+    def __init__(self, console: Console, total: int, now: Callable[[], float] = time.monotonic):
+        self.console, self._total, self._done, self._now = console, total, 0, now
+        self._words, self._begun, self._said = "", now(), now()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def model(self, words: str, done: int) -> None:
+        """A model begins, after so many steps of those before it, trained or not."""
+        self._words, self._done = words, done
+        self._bar.update(self._task, description=words, completed=done)
+
+    def step(self) -> None:
+        """One more step has been taken."""
+        self._done += 1
+        self._bar.advance(self._task)
+        now = self._now()
+        if self.console.is_terminal or now - self._said < QUIET_SECONDS:
+            return
+        self._said = now
+        left = (self._total - self._done) * (now - self._begun) / self._done
+        self.console.print(f"{self._words}  step {self._done:,} of {self._total:,}  eta {left:,.0f} s")
+
+    def __enter__(self) -> StudyProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
