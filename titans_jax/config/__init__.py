@@ -6,11 +6,13 @@ from titans_jax.config.rules import (
     gate_choices,
     local_memories,
     memory_rule,
+    projects_skip,
     read_call,
     registered,
     sizes_values,
     skips_values,
     step_size_bound,
+    ties_keys,
 )
 from titans_jax.config.schema import (
     Config,
@@ -54,9 +56,11 @@ __all__ = [
     "memory_rule",
     "read_call",
     "registered",
+    "projects_skip",
     "sizes_values",
     "skips_values",
     "step_size_bound",
+    "ties_keys",
     "to_dict",
     "unknown_field",
 ]

@@ -118,6 +118,35 @@ def skips_values(config: MemoryConfig) -> bool:
     return sizes_values(config) and several == 1 if config.value_skip is None else config.value_skip
 
 
+def projects_skip(config: MemoryConfig) -> bool:
+    """Whether what is added to a memory's reads is projected by itself.
+
+    Raises:
+      ConfigError: it shall be, and nothing is added.
+    """
+    if config.skip_projection and not skips_values(config):
+        raise ConfigError(
+            "model.memory.skip_projection is True, and nothing is added to what this memory says; use False, or "
+            "model.memory.value_skip True"
+        )
+    return config.skip_projection
+
+
+def ties_keys(config: MemoryConfig) -> bool:
+    """Whether a token's key is the query of the token before.
+
+    Raises:
+      ConfigError: it shall be, and a token has several keys, or keys that are gates.
+    """
+    gates = _preset(config).gates
+    if config.tie_keys and (gates.complement_keys or gates.projected_steps(memory_rule(config)) > 1):
+        what = "keys that are gates" if gates.complement_keys else "several keys"
+        raise ConfigError(
+            f"model.memory.tie_keys is True, and a token has {what} with preset {config.preset}; use False"
+        )
+    return config.tie_keys
+
+
 def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
     """How kept memories are read, None where none are kept.
 

@@ -104,6 +104,12 @@ class MemoryConfig:
     """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
     a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).
     Mamba-3's memories have their own, from 1. None: as `normalize_values`, but where a token has several values."""
+    tie_keys: bool = False
+    """A token's key is the query of the token before, so that training cannot part the two, and what a memory says of a
+    query is what followed its like; else keys have a projection and a convolution of their own (the papers' letter)."""
+    skip_projection: bool = False
+    """What `value_skip` adds has a projection and a convolution of its own, so that values can be what a memory needs.
+    With `tie_keys` a model has as many parameters as with neither."""
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""

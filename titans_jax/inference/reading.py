@@ -44,6 +44,12 @@ LATER = {
     "shard": 2048,
     "normalize_values": False,
     "value_skip": False,
+    "shared_gates": False,
+    "channel_steps": None,
+    "gate_maps": "shared",
+    "start": None,
+    "tie_keys": False,
+    "skip_projection": False,
 }
 """Fields of the memory's configuration that came after the first memory files, and the values with which a model is
 what it was without them: so a file of before is still one of the same model."""
@@ -229,6 +235,8 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
     settings = to_dict(config)
     del settings["remat"], settings["memory"]["form"]  # how the same numbers are computed
     del settings["memory"]["key_start"]  # how training began
+    if settings["mac_long_term"] is None:
+        del settings["mac_long_term"]  # as in LATER
     for name, silent in LATER.items():
         if settings["memory"][name] == silent:
             del settings["memory"][name]

@@ -86,12 +86,12 @@ class Asked(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Tokens from a segment's start on, after they were written: queries, values and the running memory's reads
-    [b, t, h, d], the weights at the ends of their whole segments [b, n, h, in, out], the state of the running memory, a
-    report."""
+    """Tokens from a segment's start on, after they were written: queries, what `value_skip` adds and the running
+    memory's reads [b, t, h, d], the weights at the ends of their whole segments [b, n, h, in, out], the state of the
+    running memory, a report."""
 
     queries: jax.Array
-    values: jax.Array
+    skip: jax.Array
     reads: jax.Array
     ends: Matrices
     after: MemoryLayerState
@@ -190,13 +190,13 @@ class CachedMemory(NeuralMemory):
           start: the state before a document's first token, without the batch axis; with documents.
         """
         features, running = self.features(x, running, documents, start)
-        queries, values = features["query"], features["value"]
+        queries, skip = features["query"], features["skip"]
         batch, time = x.shape[:2]
         whole, rest = divmod(time, self.segment)
         weights = running.memory.weights
         if not self.writes:
             ends = tuple(jnp.broadcast_to(w[:, None], (batch, whole, *w.shape[1:])) for w in self._as_read(weights))
-            return Segments(queries, values, self.retrieve(weights, queries), ends, running, {})
+            return Segments(queries, skip, self.retrieve(weights, queries), ends, running, {})
         inputs, running = self.head_inputs(x, features, running, documents, start)
         inputs = inputs._replace(resets=None)  # documents begin with a segment
         begins = None if documents is None else documents.starts[:, :: self.segment].T  # [segments, b]
@@ -230,7 +230,7 @@ class CachedMemory(NeuralMemory):
             parts.append(tuple(part))
         reads, surprise = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
-        return Segments(inputs.queries, values, reads, ends, running._replace(memory=after), report)
+        return Segments(inputs.queries, skip, reads, ends, running._replace(memory=after), report)
 
     # Reading a whole row
 
@@ -241,7 +241,7 @@ class CachedMemory(NeuralMemory):
         batch, time = x.shape[:2]
         running = broadcast(start, batch)
         first = Carried.of(running.memory)
-        queries, values, reads, ends, _, report = self._segments(x, running, first, documents, start)
+        queries, skip, reads, ends, _, report = self._segments(x, running, first, documents, start)
         count = (time - 1) // self.segment  # the last segment's end is read by no token of the row
         if count:
             segments = jnp.arange(time, dtype=jnp.int32) // self.segment
@@ -258,7 +258,7 @@ class CachedMemory(NeuralMemory):
             reads = self._together(tuple(w[:, :count] for w in ends), shares, queries, reads, self.segment)
         if documents is not None:
             reads = jnp.where(aligned(documents, self.segment)[:, None, None, None], reads, jnp.nan)
-        return self.with_skip(reads, values), report
+        return self.with_skip(reads, skip), report
 
     # Streaming
 
@@ -295,7 +295,7 @@ class CachedMemory(NeuralMemory):
             u, opening = self._ask(x, position, state.pools.opening)
             pools = Pools(kept_means, jnp.where(is_over, 0, sums[:, -1]), opening[:, -1])
             asked = Asked(u, opening, kept_means, means)
-        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), features["value"])
+        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), features["skip"])
         return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
 
     def _from_start(
@@ -306,7 +306,7 @@ class CachedMemory(NeuralMemory):
         whole = time // self.segment
         running = state.running
         running = running._replace(memory=dataclasses.replace(running.memory, position=0))
-        queries, values, reads, ends, running, report = self._segments(x, running, state.first)
+        queries, skip, reads, ends, running, report = self._segments(x, running, state.first)
         slots = state.tokens // self.segment + jnp.arange(whole, dtype=jnp.int32)
         put = lambda old, new: old.at[:, slots].set(new, mode="drop")  # noqa: E731
         kept, asked, pools = jax.tree.map(put, state.kept, ends) if whole else state.kept, None, None
@@ -316,7 +316,7 @@ class CachedMemory(NeuralMemory):
             u, opening = self._ask(x)
             total = jnp.sum(x[:, whole * self.segment :].astype(means.dtype), axis=1)
             pools, asked = Pools(kept_means, total, opening[:, -1]), Asked(u, opening, kept_means, means)
-        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), values)
+        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), skip)
         return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
 
     def _token_by_token(

@@ -170,7 +170,7 @@ class HierarchicalMemory(NeuralMemory):
         if self.writes:
             report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *reports, *report)
         state = HierarchicalState(running, opened._replace(projection=projection), first)
-        reads = self.with_skip(reads + found, features["value"])
+        reads = self.with_skip(reads + found, features["skip"])
         return reads, as_arrays(state), report if self.writes else {}
 
     def _shard_inputs(

@@ -58,3 +58,18 @@ def start_as_induction(query: MemoryInput, key: MemoryInput) -> None:
     key.convolution.kernel[...] = jnp.concatenate([jnp.zeros_like(taps[:1]), taps[:-1]])
     # A copy: parameters that share a buffer could not both be donated.
     key.projection.kernel[...] = jnp.copy(query.projection.kernel[...])
+
+
+def of_token_before(
+    x: jax.Array, before: jax.Array, documents: Documents | None = None, first: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """What the token before each had of x [b, t, h, d], and what the last one has, [b, h, d].
+
+    Args:
+      before: what the token before x had, [b, h, d].
+      first: what is before a document's first token, [h, d]; with documents.
+    """
+    earlier = jnp.concatenate([before[:, None], x[:, :-1]], axis=1)
+    if documents is not None:
+        earlier = jnp.where(documents.starts[..., None, None], first[None, None], earlier)
+    return earlier, x[:, -1]

@@ -20,11 +20,20 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from titans_jax import memory
-from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule, sizes_values, skips_values
+from titans_jax.config import (
+    ConfigError,
+    ModelConfig,
+    gate_choices,
+    memory_rule,
+    projects_skip,
+    sizes_values,
+    skips_values,
+    ties_keys,
+)
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import MemoryGates
-from titans_jax.layers.memory_input import MemoryInput, start_as_induction
+from titans_jax.layers.memory_input import MemoryInput, of_token_before, start_as_induction
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
@@ -46,8 +55,8 @@ FIRST_SKIP = 0.5
 
 class MemoryLayerState(NamedTuple):
     """What the layer carries: the memory of every head [b, h, ...]; by name, the last inputs of its convolutions, as
-    "steps" the last keys and their steps, where steps are shared, as "squares" the sums of a preconditioner, and as
-    "rotation" phases and the last token."""
+    "key" the last query instead where keys are tied, as "steps" the last keys and their steps, where steps are shared,
+    as "squares" the sums of a preconditioner, and as "rotation" phases and the last token."""
 
     memory: memory.MemoryState
     tails: dict[str, jax.Array | StepTail | RotationTail]
@@ -76,6 +85,8 @@ class NeuralMemory(HeadReads):
 
     caches = False
     hierarchical = False
+    tied = False
+    """Whether a token's key is the query of the token before (`tie_keys`)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         if config.memory.caching is not None and not self.caches:
@@ -93,12 +104,16 @@ class NeuralMemory(HeadReads):
         copies = choices.projected_steps(memory_rule(config.memory))
         projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
         gate = choices.complement_keys  # what a key's channel forgets decides both
-        self.key = projected(unit_norm=not gate, logits=gate)
+        self.tied = ties_keys(config.memory)
+        self.key = None if self.tied else projected(unit_norm=not gate, logits=gate)
         self.value = projected(unit_norm=sizes_values(config.memory))
-        if config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1:
+        induction = config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1
+        if induction and not self.tied:
             start_as_induction(self.query, self.key)
         self._make_memories(config, rngs=rngs)
         self.skip = self._make_skip(config) if skips_values(config.memory) else None
+        own = projects_skip(config.memory)
+        self.skip_value = MemoryInput(config, unit_norm=sizes_values(config.memory), rngs=rngs) if own else None
         self.make_output(config, rngs=rngs)
 
     def _make_memories(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
@@ -178,10 +193,10 @@ class NeuralMemory(HeadReads):
         features, state = self.features(x, state, documents, start)
         if not self.writes:
             reads = self.retrieve(state.memory.weights, features["query"])
-            return self.with_skip(reads, features["value"]), state, {}
+            return self.with_skip(reads, features["skip"]), state, {}
         inputs, state = self.head_inputs(x, features, state, documents, start, mask)
         reads, state, report = self.write(inputs, state, start)
-        return self.with_skip(reads, features["value"]), state, report
+        return self.with_skip(reads, features["skip"]), state, report
 
     def features(
         self,
@@ -190,13 +205,18 @@ class NeuralMemory(HeadReads):
         documents: Documents | None = None,
         start: MemoryLayerState | None = None,
     ) -> tuple[dict[str, jax.Array], MemoryLayerState]:
-        """Queries, keys and values of x by name, [b, t, h, (n,) d], and the state with the convolutions' next tails."""
+        """Queries, keys and values of x by name, [b, t, h, (n,) d], and as "skip" what `value_skip` adds; and the state
+        with the convolutions' next tails."""
         features, tails = {}, {}
         for name, module in self.inputs().items():
             initial_tail = None if start is None else start.tails[name]
             features[name], tails[name] = module(x, state.tails[name], documents, initial_tail)
+        if self.tied:
+            first = None if start is None else start.tails["key"]
+            features["key"], tails["key"] = of_token_before(features["query"], state.tails["key"], documents, first)
         if self.value.unit_norm:
-            features["value"] *= self.head_dim**0.5
+            features |= {name: features[name] * self.head_dim**0.5 for name in features if name in ("value", "skip")}
+        features.setdefault("skip", features["value"])
         features["query"] = self.gates.queries(features["query"], features["key"])
         return features, MemoryLayerState(state.memory, state.tails | tails)
 
@@ -244,10 +264,12 @@ class NeuralMemory(HeadReads):
 
     def inputs(self) -> dict[str, MemoryInput]:
         """The projections that a token goes through."""
-        return {"query": self.query, "key": self.key, "value": self.value}
+        modules = {"query": self.query, "key": self.key, "value": self.value, "skip": self.skip_value}
+        return {name: module for name, module in modules.items() if module is not None}
 
     def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
-        """Reads with what a token's own values [b, t, h, d] add to them beside the memory, where they do."""
+        """Reads with what a token's own values, or those of `skip_projection`, [b, t, h, d], add to them beside the
+        memory, where they do."""
         skip = self.skip if self.rotation is None else self.rotation.skip
         if skip is None:
             return reads
@@ -273,6 +295,8 @@ class NeuralMemory(HeadReads):
         first = jax.vmap(lambda params: memory.init_state(self.rule, params))(params)
         shapes = {name: (x.convolution.size - 1, x.projection.out_features) for name, x in self.inputs().items()}
         tails = {name: jnp.zeros(shape, self.dtype) for name, shape in shapes.items()}
+        if self.tied:
+            tails["key"] = jnp.zeros((self.num_heads, self.head_dim), self.dtype)
         if self.shares_steps:
             sizes = self.num_heads, self.head_dim, self.rule.chunk_size
             tails["steps"] = init_tail(*sizes, self.dtype, wide_dtype(self.dtype))

@@ -48,6 +48,7 @@ def memory_layer_flops(model: ModelConfig) -> float:
     """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads, local ones too."""
     rule, choices = memory_rule(model.memory), gate_choices(model.memory)
     inputs = 1 + 2 * choices.projected_steps(rule)  # queries, and keys and values of every inner step
+    inputs += model.memory.skip_projection - model.memory.tie_keys
     projections = (inputs + 2) * projection_flops(model)
     convolutions = inputs * 2 * model.conv_size * model.dim
     return projections + convolutions + gated_memory_flops(model) + local_flops(model)

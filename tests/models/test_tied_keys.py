@@ -1,0 +1,126 @@
+"""Keys that are the queries of the token before (`tie_keys`), and a projection of its own for what is added to a
+memory's reads (`skip_projection`)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_models as small
+from flax import nnx
+from test_memory_values import KINDS, inputs, layer_of, with_fields
+from test_packed_documents import assert_documents_alone, pack
+from test_streaming import assert_same, read_in_pieces
+
+from titans_jax.config import ConfigError
+from titans_jax.layers import memory_layer
+from titans_jax.models import LanguageModel
+from titans_jax.training.run import count_params
+
+BOTH = {"tie_keys": True, "skip_projection": True, "value_skip": True, "normalize_values": True}
+
+
+def test_a_key_is_the_query_of_the_token_before():
+    """To the bit, across calls too; before the first token there is none, and so a key of zeros."""
+    config = small.config("lmm", dtype="float32", memory={"tie_keys": True})
+    layer, x = layer_of(config), inputs(config, 9).astype(jnp.float32)
+    features = jax.jit(lambda layer, x, state: layer.features(x, state))
+    first, state = features(layer, x[:, :4], layer.init_state(2))
+    second, _ = features(layer, x[:, 4:], state)
+    keys, queries = (np.concatenate([first[name], second[name]], axis=1) for name in ("key", "query"))
+    np.testing.assert_array_equal(keys[:, 1:], queries[:, :-1])
+    assert not keys[:, 0].any()
+
+
+def test_a_document_begins_with_the_query_of_its_start():
+    """That of the last persistent token, as where a text stands alone."""
+    with jax.enable_x64(True):
+        config = small.config("lmm", depth=1, memory=BOTH, document_slack=8)
+        assert config.num_persistent > 0
+        assert_documents_alone(config, [pack((7, 5), 20, small.CHUNK), pack((3, 9), 20, small.CHUNK)])
+
+
+def test_what_is_added_is_no_value_of_the_memory():
+    """Another projection of it changes the reads by itself, times the head's factor, and what is written not at all."""
+    with jax.enable_x64(True):
+        config = with_fields(small.config("lmm"), **BOTH)
+        layer, x = layer_of(config), inputs(config)
+        layer.skip[...] = jnp.array([0.3, -2.0])
+        run = jax.jit(lambda layer: layer.memorize(x, layer.init_state(2)))
+        added = jax.jit(lambda layer: layer.features(x, layer.init_state(2))[0]["skip"])
+        (before, *rest), was = run(layer), added(layer)
+        kernel = layer.skip_value.projection.kernel
+        kernel[...] = kernel[...][::-1]
+        (after, *same), now = run(layer), added(layer)
+        before, after, was, now = (np.asarray(x) for x in (before, after, was, now))
+    np.testing.assert_allclose(after - before, np.array([0.3, -2.0])[:, None] * (now - was), rtol=1e-9, atol=1e-9)
+    assert np.max(np.abs(now - was)) > 0.1
+    states = [jax.tree.leaves((each[0].memory, each[1])) for each in (rest, same)]
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_model_has_as_many_parameters_with_both_as_with_neither():
+    config = small.config("lmm", dtype="float32", memory={"value_skip": True, "normalize_values": True})
+    counts = [count_params(with_fields(config, **dict.fromkeys(("tie_keys", "skip_projection"), on))) for on in (0, 1)]
+    assert counts[0] == counts[1] > count_params(with_fields(config, tie_keys=True))
+
+
+@pytest.mark.slow_but_for("lmm-plain", "mal-plain")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", ["lmm", "mag", "mal"])
+def test_reading_in_pieces_equals_reading_at_once(block, kind):
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config(block, depth=1, memory=KINDS[kind] | BOTH)), small.tokens()
+        whole = small.forward(model, tokens)
+        for pieces in ([1], [5, 4]):
+            assert_same(read_in_pieces(model, tokens, pieces), whole, 1e-9)
+
+
+@pytest.mark.slow
+def test_mac_reads_in_pieces_too():
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config("mac", depth=1, memory=BOTH)), small.tokens()
+        assert_same(read_in_pieces(model, tokens, [small.SEGMENT + 1]), small.forward(model, tokens), 1e-9)
+
+
+def test_every_parameter_learns_and_no_token_sees_a_later_one():
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config("lmm", memory=BOTH)), small.tokens()
+        graphdef, params = nnx.split(model, nnx.Param)
+
+        @jax.jit
+        def gradient(params, tokens):
+            def loss(params):
+                return jnp.mean(jnp.square(nnx.merge(graphdef, params)(tokens)))
+
+            return jax.grad(loss)(params)
+
+        for path, leaf in jax.tree.leaves_with_path(gradient(params, tokens)):
+            assert bool(jnp.all(jnp.isfinite(leaf))) and float(jnp.max(jnp.abs(leaf))) > 0, jax.tree_util.keystr(path)
+        changed = tokens.at[:, 6].add(1)
+        before, after = (np.asarray(small.forward(model, each)) for each in (tokens, changed))
+        np.testing.assert_array_equal(before[:, :6], after[:, :6])
+        assert np.any(before[:, 6:] != after[:, 6:])
+
+
+@pytest.mark.parametrize(
+    "memory, message",
+    [
+        ({"preset": "delta_product", "tie_keys": True}, "^model.memory.tie_keys is True, and a token has several keys"),
+        ({"preset": "hgrn2", "tie_keys": True}, "^model.memory.tie_keys is True, and a token has keys that are gates"),
+        ({"skip_projection": True, "value_skip": False}, "^model.memory.skip_projection is True, and nothing is added"),
+    ],
+)
+def test_what_cannot_be_is_refused(memory, message):
+    config = small.config("lmm", dtype="float32", memory=memory)
+    with pytest.raises(ConfigError, match=message):
+        memory_layer(config, rngs=nnx.Rngs(0))
+
+
+def test_what_is_not_projected_has_no_parameters():
+    config = small.config("lmm", dtype="float32", memory=BOTH)
+    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    names = {
+        str(entry.key) for path, _ in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))) for entry in path
+    }
+    assert "skip_value" in names and "query" in names and "key" not in names
