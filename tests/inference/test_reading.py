@@ -109,7 +109,9 @@ def test_how_numbers_are_computed_is_not_part_of_the_fingerprint():
 def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
     """The number is what the version of 2026-11-22 made of it, before the fields were there."""
     params = {"anything": np.ones(3, np.float32)}
-    before = dataclasses.replace(ModelConfig().memory, normalize_values=False, value_skip=False)
+    before = dataclasses.replace(
+        ModelConfig().memory, normalize_values=False, value_skip=False, tie_keys=False, skip_projection=False
+    )
     assert module.fingerprint(ModelConfig(memory=before), params) == "436b105a71ec2c94"
     others = {"omega_window": 4, "caching": "gated", "cache_segment": 64, "cache_restart": True}
     others |= {"normalize_values": True, "value_skip": True, "tie_keys": True, "skip_projection": True}

@@ -130,7 +130,8 @@ def recurrence(config, x):
     P = np.zeros((config.num_heads, config.head_dim, config.head_dim))
 
     def add(P, key):
-        return P + np.einsum("hi,hj->hij", key, key) / np.sum(key**2, axis=-1)[:, None, None]
+        square = np.maximum(np.sum(key**2, axis=-1), 1e-6)  # the first key is zeros: no token is before it
+        return P + np.einsum("hi,hj->hij", key, key) / square[:, None, None]
 
     for t in range(len(PERSISTENT)):
         V = far.write(V, rows[t], k[t], v[t])

@@ -165,7 +165,11 @@ class Model:
         return [oracle.start(self.slow(p, head)) for head in range(self.config.num_heads)]
 
     def features(self, p, name, x, before):
-        """Queries, keys or values of x [rows, heads, head_dim]; `before`: rows of input in front of x, or None."""
+        """Queries, keys or values of x [rows, heads, head_dim]; `before`: rows of input in front of x, or None. Keys
+        without a projection are the queries of one row before."""
+        if name == "key" and ("memory", "key", "projection", "kernel") not in p:
+            queries = self.features(p, "query", x if before is None else np.concatenate([before, x]), None)
+            return np.concatenate([np.zeros_like(queries[:1]), queries[:-1]])[-len(x) :]
         kernel, taps = p["memory", name, "projection", "kernel"], p["memory", name, "convolution", "kernel"]
         history = np.zeros((0, self.config.dim)) if before is None else before
         rows = np.concatenate([np.zeros((len(taps) - 1, kernel.shape[1])), np.concatenate([history, x]) @ kernel])
@@ -173,7 +177,7 @@ class Model:
         y = sum(taps[lag] * rows[len(taps) - 1 - lag :][:count] for lag in range(len(taps)))[len(history) :]
         y = self.split(silu(y) if self.config.memory.activation else y)
         unit = y / np.sqrt(np.sum(y**2, axis=-1, keepdims=True) + 1e-6)
-        if name == "value":
+        if name in ("value", "skip_value"):
             return unit * np.sqrt(self.config.head_dim) if self.sized() else y
         return unit
 
@@ -183,10 +187,12 @@ class Model:
         return behind if said is None else said
 
     def skip(self, p, rows, part):
-        """What the values of rows[part] add to reads, [rows, heads, head_dim]."""
+        """What the values of rows[part], or those of a projection for this alone, add to reads, [rows, heads,
+        head_dim]."""
         if ("memory", "skip") not in p:
             return 0.0
-        return p["memory", "skip"][:, None] * self.features(p, "value", rows, None)[part]
+        name = "skip_value" if ("memory", "skip_value", "projection", "kernel") in p else "value"
+        return p["memory", "skip"][:, None] * self.features(p, name, rows, None)[part]
 
     def write(self, p, rows, part, states):
         """Write rows[part] of a sequence: reads [rows, heads, head_dim] and the heads' next states."""

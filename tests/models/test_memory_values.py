@@ -21,7 +21,8 @@ KINDS = {
     "hierarchical": {"chunk_size": 8, "local_chunks": (4,), "shard": 8},
 }
 """The layers with memories that values are written into."""
-BOTH = {"normalize_values": True, "value_skip": True}
+LETTER = {"tie_keys": False, "skip_projection": False}
+BOTH = {"normalize_values": True, "value_skip": True} | LETTER
 
 
 def with_fields(config, **fields):
@@ -39,7 +40,7 @@ def inputs(config, time=11):
 def test_values_have_the_size_of_what_a_memory_says():
     """Each one's root mean square is 1; their direction is that of the values that are left as they are."""
     with jax.enable_x64(True):
-        config = small.config("lmm")
+        config = small.config("lmm", memory=LETTER)
         plain, sized = (layer_of(with_fields(config, normalize_values=on)) for on in (False, True))
         x = inputs(config)
         features = jax.jit(lambda layer: layer.features(x, layer.init_state(2))[0])
@@ -57,7 +58,7 @@ def test_values_have_the_size_of_what_a_memory_says():
 def test_a_skip_adds_a_tokens_own_values_to_what_is_read(kind, writes):
     """And to nothing else: state and report are as without it; its factor is one number of every head, 1/2 at first."""
     with jax.enable_x64(True):
-        config = small.config("lmm", memory=KINDS[kind])
+        config = small.config("lmm", memory=KINDS[kind] | LETTER)
         plain, skipping = (layer_of(with_fields(config, value_skip=on)) for on in (False, True))
         np.testing.assert_array_equal(skipping.skip[...], np.full(config.num_heads, 0.5))
         factors = jnp.array([0.3, -2.0])

@@ -11,8 +11,9 @@ from test_memory_values import KINDS, inputs, layer_of, with_fields
 from test_packed_documents import assert_documents_alone, pack
 from test_streaming import assert_same, read_in_pieces
 
-from titans_jax.config import ConfigError
+from titans_jax.config import Config, ConfigError, MemoryConfig, from_saved, projects_skip, ties_keys, to_dict
 from titans_jax.layers import memory_layer
+from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.models import LanguageModel
 from titans_jax.training.run import count_params
 
@@ -61,8 +62,24 @@ def test_what_is_added_is_no_value_of_the_memory():
 
 def test_a_model_has_as_many_parameters_with_both_as_with_neither():
     config = small.config("lmm", dtype="float32", memory={"value_skip": True, "normalize_values": True})
-    counts = [count_params(with_fields(config, **dict.fromkeys(("tie_keys", "skip_projection"), on))) for on in (0, 1)]
-    assert counts[0] == counts[1] > count_params(with_fields(config, tie_keys=True))
+    tied, both, neither = (
+        count_params(with_fields(config, tie_keys=keys, skip_projection=skip))
+        for keys, skip in ((True, False), (True, True), (False, False))
+    )
+    assert both == neither > tied
+
+
+def test_memories_behind_a_norm_have_both():
+    """Linear ones and Memora, to which nothing is added, keep their keys, as do runs that were saved before."""
+    both = {name for name in PRESETS if ties_keys(MemoryConfig(preset=name))}
+    assert both == {name for name in PRESETS if projects_skip(MemoryConfig(preset=name))}
+    assert both >= {"titans", "moneta", "yaad", "ttt_linear", "ttt_mlp", "omeganet", "atlas", "dla"}
+    assert not both & {"memora", "gated_deltanet", "gla", "hgrn2", "delta_product", "mamba3", "mesa", "lact"}
+    saved = to_dict(Config())
+    for name in ("tie_keys", "skip_projection"):
+        del saved["model"]["memory"][name]
+    memory = from_saved(saved).model.memory
+    assert (memory.tie_keys, memory.skip_projection) == (False, False)
 
 
 @pytest.mark.slow_but_for("lmm-plain", "mal-plain")

@@ -124,12 +124,13 @@ def projects_skip(config: MemoryConfig) -> bool:
     Raises:
       ConfigError: it shall be, and nothing is added.
     """
-    if config.skip_projection and not skips_values(config):
+    added = skips_values(config)
+    if config.skip_projection and not added:
         raise ConfigError(
             "model.memory.skip_projection is True, and nothing is added to what this memory says; use False, or "
             "model.memory.value_skip True"
         )
-    return config.skip_projection
+    return added and ties_keys(config) if config.skip_projection is None else config.skip_projection
 
 
 def ties_keys(config: MemoryConfig) -> bool:
@@ -138,13 +139,16 @@ def ties_keys(config: MemoryConfig) -> bool:
     Raises:
       ConfigError: it shall be, and a token has several keys, or keys that are gates.
     """
-    gates = _preset(config).gates
-    if config.tie_keys and (gates.complement_keys or gates.projected_steps(memory_rule(config)) > 1):
+    gates, rule = _preset(config).gates, memory_rule(config)
+    several = gates.projected_steps(rule) > 1
+    if config.tie_keys and (gates.complement_keys or several):
         what = "keys that are gates" if gates.complement_keys else "several keys"
         raise ConfigError(
             f"model.memory.tie_keys is True, and a token has {what} with preset {config.preset}; use False"
         )
-    return config.tie_keys
+    if config.tie_keys is not None:
+        return config.tie_keys
+    return rule.architecture.normalized and not gates.complement_keys and skips_values(config)
 
 
 def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":

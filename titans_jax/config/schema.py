@@ -91,25 +91,23 @@ class MemoryConfig:
     """Steps are smaller where the norm behind a memory is steeper than at a fresh one, so that no text, not even one
     byte again and again, makes it unstable; False is the papers' letter. Memories without a norm ignore it."""
     key_start: Literal["induction", "random"] = "induction"
-    """How training starts with the keys: as the queries of one token before, so that a memory says of a token what
-    followed its like; or on their own. Without a convolution, or where a token has several keys or ones that are gates,
-    always the latter."""
+    """How training starts with keys that are not tied (`tie_keys`): as queries of one token before; or on their own, as
+    always without a convolution, or where a token has several keys or keys that are gates."""
     normalize_values: bool | None = None
     """Give the values of every head a root mean square of 1, which is that of what a memory behind a norm says of a
-    token: what was written is then no small part of what is read. As the loss is as steep as its values are large,
-    steps with momentum then start at an eighth of `max_step_size`, not at half of it. None: where there is such a norm,
-    but for weights made of logits (Memora), which one byte again and again makes unstable in mac then; False is the
-    papers' letter, which normalises keys and queries only."""
+    token. As the loss is as steep as its values are large, steps with momentum then start at an eighth of
+    `max_step_size`, not at half of it. None: where there is such a norm, but for weights made of logits (Memora), which
+    one byte again and again makes unstable in mac then; False is the papers' letter."""
     value_skip: bool | None = None
     """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
     a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).
     Mamba-3's memories have their own, from 1. None: as `normalize_values`, but where a token has several values."""
-    tie_keys: bool = False
-    """A token's key is the query of the token before, so that training cannot part the two, and what a memory says of a
-    query is what followed its like; else keys have a projection and a convolution of their own (the papers' letter)."""
-    skip_projection: bool = False
-    """What `value_skip` adds has a projection and a convolution of its own, so that values can be what a memory needs.
-    With `tie_keys` a model has as many parameters as with neither."""
+    tie_keys: bool | None = None
+    """A token's key is the query of the token before, which training cannot part, so that a memory says what followed a
+    query's like; False, the papers' letter, projects it. None: behind a norm, with `value_skip`."""
+    skip_projection: bool | None = None
+    """What `value_skip` adds has a projection of its own, so that values can be what a memory needs, and a model with
+    `tie_keys` has as many parameters as without. None: with `tie_keys` and `value_skip`."""
     forget_bias: float | None = None
     """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
     preset's own where forgetting leads to zero."""
@@ -421,7 +419,9 @@ BEFORE: Mapping[str, Any] = {
     "model.memory.key_start": "random",
     "model.memory.normalize_values": False,
     "model.memory.share_steps": False,
+    "model.memory.skip_projection": False,
     "model.memory.step_unit": "head_dim",
+    "model.memory.tie_keys": False,
     "model.memory.value_skip": False,
 }
 """What models did before these fields existed: a configuration that was saved without them means this."""

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from titans_jax.config import ModelConfig, cache_aggregation, gate_choices, local_memories, memory_rule
+from titans_jax.config import (
+    ModelConfig,
+    cache_aggregation,
+    gate_choices,
+    local_memories,
+    memory_rule,
+    projects_skip,
+    ties_keys,
+)
 from titans_jax.layers.continuum_memory import level_width
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.key_projection import BLOCK
@@ -48,7 +56,7 @@ def memory_layer_flops(model: ModelConfig) -> float:
     """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads, local ones too."""
     rule, choices = memory_rule(model.memory), gate_choices(model.memory)
     inputs = 1 + 2 * choices.projected_steps(rule)  # queries, and keys and values of every inner step
-    inputs += model.memory.skip_projection - model.memory.tie_keys
+    inputs += projects_skip(model.memory) - ties_keys(model.memory)
     projections = (inputs + 2) * projection_flops(model)
     convolutions = inputs * 2 * model.conv_size * model.dim
     return projections + convolutions + gated_memory_flops(model) + local_flops(model)

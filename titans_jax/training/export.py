@@ -46,8 +46,9 @@ WORDS = {
     "memory": "memory", "merge": "merge", "norm": "norm", "output": "output projection", "output_gate": "output gate",
     "output_projection": "output projection", "persistent": "persistent tokens", "projection": "projection",
     "query": "query", "recall_norm": "norm of what the memory says", "scale": "scale", "score":
-    "scores of kept memories", "skip_value": "value beside the memory", "slow": "slow parameters", "start_weights": "learned start of fast matrix", "tokens":
-    "vectors", "up": "projection up", "value": "value", "write_norm": "norm of what is written",
+    "scores of kept memories", "skip_value": "value beside the memory", "slow": "slow parameters", "start_weights":
+    "learned start of fast matrix", "tokens": "vectors", "up": "projection up", "value": "value", "write_norm":
+    "norm of what is written",
 }  # fmt: skip
 """Names of modules and parameters in words; others stand as they are."""
 
