@@ -23,6 +23,7 @@ KINDS = {
 """The layers with memories that values are written into."""
 LETTER = {"tie_keys": False, "skip_projection": False}
 BOTH = {"normalize_values": True, "value_skip": True} | LETTER
+TIED = BOTH | {"tie_keys": True, "skip_projection": True}
 
 
 def with_fields(config, **fields):
@@ -91,22 +92,27 @@ def test_memories_that_are_kept_add_them_too():
         assert_same(averaged[:, :8], without[:, :8], 1e-9)
 
 
-@pytest.mark.slow_but_for("lmm-plain")
+each_keys = pytest.mark.parametrize("fields", [BOTH, TIED], ids=["own_keys", "tied_keys"])
+
+
+@pytest.mark.slow_but_for("lmm-plain-own_keys", "lmm-plain-tied_keys", "mal-plain-tied_keys")
+@each_keys
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", ["lmm", "mag", "mal"])
-def test_reading_in_pieces_equals_reading_at_once(block, kind):
+def test_reading_in_pieces_equals_reading_at_once(block, kind, fields):
     with jax.enable_x64(True):
-        model, tokens = small.build(small.config(block, depth=1, memory=KINDS[kind] | BOTH)), small.tokens()
+        model, tokens = small.build(small.config(block, depth=1, memory=KINDS[kind] | fields)), small.tokens()
         whole = small.forward(model, tokens)
         for pieces in ([1], [5, 4]):
             assert_same(read_in_pieces(model, tokens, pieces), whole, 1e-9)
 
 
 @pytest.mark.slow
-def test_mac_reads_in_pieces_too():
+@each_keys
+def test_mac_reads_in_pieces_too(fields):
     """Whose first read of a segment, for which no token has values yet, nothing is added to."""
     with jax.enable_x64(True):
-        model, tokens = small.build(small.config("mac", depth=1, memory=BOTH)), small.tokens()
+        model, tokens = small.build(small.config("mac", depth=1, memory=fields)), small.tokens()
         assert_same(read_in_pieces(model, tokens, [small.SEGMENT + 1]), small.forward(model, tokens), 1e-9)
 
 

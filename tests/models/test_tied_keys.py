@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 import small_models as small
 from flax import nnx
-from test_memory_values import KINDS, inputs, layer_of, with_fields
+from test_memory_values import TIED, inputs, layer_of, with_fields
 from test_packed_documents import assert_documents_alone, pack
-from test_streaming import assert_same, read_in_pieces
 
 from titans_jax.config import Config, ConfigError, MemoryConfig, from_saved, projects_skip, ties_keys, to_dict
 from titans_jax.layers import memory_layer
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.models import LanguageModel
 from titans_jax.training.run import count_params
-
-BOTH = {"tie_keys": True, "skip_projection": True, "value_skip": True, "normalize_values": True}
 
 
 def test_a_key_is_the_query_of_the_token_before():
@@ -35,7 +32,7 @@ def test_a_key_is_the_query_of_the_token_before():
 def test_a_document_begins_with_the_query_of_its_start():
     """That of the last persistent token, as where a text stands alone."""
     with jax.enable_x64(True):
-        config = small.config("lmm", depth=1, memory=BOTH, document_slack=8)
+        config = small.config("lmm", depth=1, memory=TIED, document_slack=8)
         assert config.num_persistent > 0
         assert_documents_alone(config, [pack((7, 5), 20, small.CHUNK), pack((3, 9), 20, small.CHUNK)])
 
@@ -43,7 +40,7 @@ def test_a_document_begins_with_the_query_of_its_start():
 def test_what_is_added_is_no_value_of_the_memory():
     """Another projection of it changes the reads by itself, times the head's factor, and what is written not at all."""
     with jax.enable_x64(True):
-        config = with_fields(small.config("lmm"), **BOTH)
+        config = with_fields(small.config("lmm"), **TIED)
         layer, x = layer_of(config), inputs(config)
         layer.skip[...] = jnp.array([0.3, -2.0])
         run = jax.jit(lambda layer: layer.memorize(x, layer.init_state(2)))
@@ -82,27 +79,9 @@ def test_memories_behind_a_norm_have_both():
     assert (memory.tie_keys, memory.skip_projection) == (False, False)
 
 
-@pytest.mark.slow_but_for("lmm-plain", "mal-plain")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", ["lmm", "mag", "mal"])
-def test_reading_in_pieces_equals_reading_at_once(block, kind):
-    with jax.enable_x64(True):
-        model, tokens = small.build(small.config(block, depth=1, memory=KINDS[kind] | BOTH)), small.tokens()
-        whole = small.forward(model, tokens)
-        for pieces in ([1], [5, 4]):
-            assert_same(read_in_pieces(model, tokens, pieces), whole, 1e-9)
-
-
-@pytest.mark.slow
-def test_mac_reads_in_pieces_too():
-    with jax.enable_x64(True):
-        model, tokens = small.build(small.config("mac", depth=1, memory=BOTH)), small.tokens()
-        assert_same(read_in_pieces(model, tokens, [small.SEGMENT + 1]), small.forward(model, tokens), 1e-9)
-
-
 def test_every_parameter_learns_and_no_token_sees_a_later_one():
     with jax.enable_x64(True):
-        model, tokens = small.build(small.config("lmm", memory=BOTH)), small.tokens()
+        model, tokens = small.build(small.config("lmm", memory=TIED)), small.tokens()
         graphdef, params = nnx.split(model, nnx.Param)
 
         @jax.jit
@@ -135,7 +114,7 @@ def test_what_cannot_be_is_refused(memory, message):
 
 
 def test_what_is_not_projected_has_no_parameters():
-    config = small.config("lmm", dtype="float32", memory=BOTH)
+    config = small.config("lmm", dtype="float32", memory=TIED)
     model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     names = {
         str(entry.key) for path, _ in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model))) for entry in path
