@@ -76,7 +76,8 @@ def test_what_is_decayed():
     names = {True: set(), False: set()}
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
         names[decays(path)].add("/".join(str(entry.key) for entry in path))
-    for word in ("attention/query/kernel", "feed_forward/down/kernel", "memory/key/projection/kernel", "head/kernel"):
+    projections = [f"memory/{name}/projection/kernel" for name in ("query", "value", "skip_value")]
+    for word in ("attention/query/kernel", "feed_forward/down/kernel", "head/kernel", *projections):
         assert any(name.endswith(word) for name in names[True])
         assert not any(name.endswith(word) for name in names[False])
     for word in ("embedding", "scale", "bias", "convolution/kernel", "tokens", "norm_scale", "start_weights/0"):

@@ -129,6 +129,6 @@ def test_a_rule_that_decays_first_takes_gradients_at_what_is_left():
     sides = generator.uniform(0.2, 1, (2, HEAD_DIM)).astype(np.float32)
     log = jnp.log(jnp.asarray([keep]))
     gate = memory.Gates(log, None, log, None, None, *jnp.log(jnp.asarray(sides)))
-    (found,) = inner_gradient.gradient_weights(rule, (jnp.asarray(weights),), gate)
+    (found,) = inner_gradient.gradient_weights(rule, {}, (jnp.asarray(weights),), gate)
     np.testing.assert_allclose(found, keep * np.diag(sides[0]) @ weights @ np.diag(sides[1]), rtol=1e-5)
-    assert inner_gradient.gradient_weights(draw("linear", "l2")[0], (weights,), gate)[0] is weights
+    assert inner_gradient.gradient_weights(draw("linear", "l2")[0], {}, (weights,), gate)[0] is weights
