@@ -12,9 +12,9 @@ from titans_jax import cli
 from titans_jax.config import MemoryConfig, memory_rule
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import STUDIES, run
-from titans_jax.studies.ablation import NEVER, VARIANTS, AblationOptions, AblationStudy
+from titans_jax.studies.ablation import VARIANTS, AblationOptions, AblationStudy
 from titans_jax.studies.length import LengthOptions, LengthStudy
-from titans_jax.studies.models import bounded, small_model
+from titans_jax.studies.models import NEVER, bounded, small_model
 from titans_jax.studies.step_size import StepSizeOptions, StepSizeStudy
 from titans_jax.training.run import init_model
 

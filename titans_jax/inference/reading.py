@@ -34,24 +34,25 @@ from titans_jax.models import granularity
 
 FORMAT = "1"
 LATER = {
-    "omega_window": None,
-    "caching": None,
-    "cache_segment": 256,
-    "cache_restart": False,
-    "continuum_chunks": (16, 64, 256),
-    "continuum_order": "sequential",
-    "local_chunks": (),
-    "shard": 2048,
-    "normalize_values": False,
-    "value_skip": False,
-    "shared_gates": False,
-    "channel_steps": None,
-    "gate_maps": "shared",
-    "start": None,
-    "tie_keys": False,
-    "skip_projection": False,
+    "mac_long_term": None,
+    "memory.omega_window": None,
+    "memory.caching": None,
+    "memory.cache_segment": 256,
+    "memory.cache_restart": False,
+    "memory.continuum_chunks": (16, 64, 256),
+    "memory.continuum_order": "sequential",
+    "memory.local_chunks": (),
+    "memory.shard": 2048,
+    "memory.normalize_values": False,
+    "memory.value_skip": False,
+    "memory.shared_gates": False,
+    "memory.channel_steps": None,
+    "memory.gate_maps": "shared",
+    "memory.start": None,
+    "memory.tie_keys": False,
+    "memory.skip_projection": False,
 }
-"""Fields of the memory's configuration that came after the first memory files, and the values with which a model is
+"""Fields of the model's configuration that came after the first memory files, and the values with which a model is
 what it was without them: so a file of before is still one of the same model."""
 LONG = 1 << 30
 """A length at which whatever grows with what is read has grown; no array of it is made."""
@@ -235,11 +236,11 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
     settings = to_dict(config)
     del settings["remat"], settings["memory"]["form"]  # how the same numbers are computed
     del settings["memory"]["key_start"]  # how training began
-    if settings["mac_long_term"] is None:
-        del settings["mac_long_term"]  # as in LATER
     for name, silent in LATER.items():
-        if settings["memory"][name] == silent:
-            del settings["memory"][name]
+        *path, field = name.split(".")
+        section = settings["memory"] if path else settings
+        if section[field] == silent:
+            del section[field]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name, leaf in named_leaves(params).items():
         digest.update(name.encode())

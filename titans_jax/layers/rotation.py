@@ -28,6 +28,7 @@ from titans_jax import memory
 from titans_jax.config import ModelConfig
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import HEAD_KERNEL, head_logits, rate_parameters
+from titans_jax.layers.memory_input import of_token_before
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.forms.associative import linear_scan
@@ -104,9 +105,7 @@ class Rotation(nnx.Module):
 
         def with_last(now: jax.Array, before: jax.Array, first: jax.Array | None) -> jax.Array:
             """Every token's own behind that of the token before, [b, t, h, 2, d]."""
-            last = jnp.concatenate([before[:, None], now[:, :-1]], axis=1)
-            last = last if starts is None else jnp.where(starts, first[None, None], last)
-            return jnp.stack([last, now], axis=3)
+            return jnp.stack([of_token_before(now, before, documents, first)[0], now], axis=3)
 
         first = RotationTail(None, None, None) if initial is None else initial
         log_retention = inputs.gates.log_retention + log_retention

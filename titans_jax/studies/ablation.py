@@ -13,13 +13,12 @@ from titans_jax import plots
 from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
 from titans_jax.studies import models
 from titans_jax.studies.generated import Recall
+from titans_jax.studies.models import NEVER
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language
 
 FULL = "full"
-NEVER = 1e-6
-"""A largest step, in units of the error it removes, that leaves a memory where it starts."""
 
 Change = Callable[[ModelConfig], ModelConfig]
 

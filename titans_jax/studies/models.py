@@ -24,6 +24,8 @@ Made = TypeVar("Made")
 ATTENTION, WINDOW = "attention", "window"
 """What a table calls Transformer++, and the same with a sliding window, beside the presets of memories."""
 WITHOUT_MEMORY = (ATTENTION, WINDOW)
+NEVER = 1e-6
+"""A largest step size with which nothing is written."""
 
 
 def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, memory: MemoryConfig) -> ModelConfig:

@@ -22,14 +22,12 @@ from titans_jax.models.loss import Batch
 from titans_jax.models.retrofit import Retrofit
 from titans_jax.studies import models
 from titans_jax.studies.length import draw_positions
-from titans_jax.studies.models import ATTENTION, WINDOW
+from titans_jax.studies.models import ATTENTION, NEVER, WINDOW
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language
 from titans_jax.training.fit import fit
 
-NEVER = 1e-6
-"""A largest step size with which nothing is written."""
 SECOND_ORDER = 1000
 """Added to the seed of the order of rows behind the first training."""
 
