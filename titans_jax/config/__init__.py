@@ -1,6 +1,7 @@
 """The configuration of one experiment: its fields, what is refused, the command line, and the papers' settings."""
 
 from titans_jax.config.extensions import import_extensions, import_file
+from titans_jax.config.memory_config import MemoryConfig
 from titans_jax.config.rules import (
     cache_aggregation,
     gate_choices,
@@ -18,7 +19,6 @@ from titans_jax.config.schema import (
     Config,
     ConfigError,
     DataConfig,
-    MemoryConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_jax.config.schema import ConfigError, MemoryConfig, ModelConfig
+from titans_jax.config.memory_config import MemoryConfig
+from titans_jax.config.schema import ConfigError, ModelConfig
 from titans_jax.registry import PACKAGE, did_you_mean
 
 if TYPE_CHECKING:
