@@ -18,6 +18,6 @@ from titans_jax.config.papers import lact
 
 configs = {
     "lact_170m": lact("170m"),  # 170,519,424 parameters, 2.5 GiB
-    "lact_340m": lact("340m"),  # 339,111,168 parameters, 5.1 GiB
+    "lact_340m": lact("340m"),  # 342,256,896 parameters, 5.1 GiB
     "lact_760m": lact("760m"),  # 761,110,272 parameters, 11.3 GiB
 }

@@ -68,8 +68,9 @@ configs = {
     "atlas_small": small("atlas"),  # 2,083,248 parameters
     "dla_small": small("dla"),  # 2,048,296 parameters
     # LaCT (arXiv 2505.23884): chunks as long as the window of the attention beside them
-    "lact_small": small("lact", pattern=("mag",), chunk_size=64, forget="preset"),  # 2,773,808 parameters
+    "lact_small": small("lact", pattern=("mag",), chunk_size=64, forget="preset"),  # 2,642,736 parameters
     "mamba3_small": small("mamba3"),  # 1,924,904 parameters
+    "mamba3_mimo_small": small("mamba3_mimo"),  # 2,735,912 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
     # Nested Learning (arXiv 2512.24695): Hope, and attention with a continuum memory

@@ -27,16 +27,16 @@ configs = {
     "lmm_1b": titans("lmm", "1b"),  # 1,304,169,456 parameters, 19.4 GiB
     # MAC, memory as context
     "mac_170m": titans("mac", "170m"),  # 169,957,440 parameters, 2.5 GiB
-    "mac_340m": titans("mac", "340m"),  # 340,758,144 parameters, 5.1 GiB
-    "mac_400m": titans("mac", "400m"),  # 402,099,840 parameters, 6.0 GiB
+    "mac_340m": titans("mac", "340m"),  # 339,185,280 parameters, 5.1 GiB
+    "mac_400m": titans("mac", "400m"),  # 400,526,976 parameters, 6.0 GiB
     "mac_760m": titans("mac", "760m"),  # 758,861,952 parameters, 11.3 GiB
-    "mac_1b": titans("mac", "1b"),  # 1,299,598,320 parameters, 19.4 GiB
+    "mac_1b": titans("mac", "1b"),  # 1,301,957,616 parameters, 19.4 GiB
     # MAG, memory as gate
     "mag_170m": titans("mag", "170m"),  # 169,939,008 parameters, 2.5 GiB
-    "mag_340m": titans("mag", "340m"),  # 340,708,992 parameters, 5.1 GiB
-    "mag_400m": titans("mag", "400m"),  # 402,050,688 parameters, 6.0 GiB
+    "mag_340m": titans("mag", "340m"),  # 339,136,128 parameters, 5.1 GiB
+    "mag_400m": titans("mag", "400m"),  # 400,477,824 parameters, 6.0 GiB
     "mag_760m": titans("mag", "760m"),  # 758,788,224 parameters, 11.3 GiB
-    "mag_1b": titans("mag", "1b"),  # 1,299,524,592 parameters, 19.4 GiB
+    "mag_1b": titans("mag", "1b"),  # 1,301,883,888 parameters, 19.4 GiB
     # MAL, memory as layer
     "mal_170m": titans("mal", "170m"),  # 169,929,792 parameters, 2.5 GiB
     "mal_340m": titans("mal", "340m"),  # 339,111,552 parameters, 5.1 GiB

@@ -269,10 +269,10 @@ def models(arguments: list[str]) -> None:
         f"\nfloats: what a head of width {head_dim} carries from token to token. exact: every form gives the "
         "token-by-token rule; the others give that of chunks. Below a retention, its gates: one a matrix, or of "
         f"channels. Forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}; what auto is on "
-        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}. Any of them can "
-        "be read together with what it was at the ends of earlier segments (model.memory.caching): "
-        f"{', '.join(AGGREGATIONS)}. Any that has chunks can be the global memory of a hierarchy, with "
-        "local ones beside it that restart every shard (TNT; model.memory.local_chunks)."
+        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}. Any of them but "
+        "mamba3_mimo can be read together with what it was at the ends of earlier segments (model.memory.caching: "
+        f"{', '.join(AGGREGATIONS)}), all or logarithmically many (model.memory.cache_segmentation). Any that has "
+        "chunks can be the global memory, with local ones that restart every shard (TNT; model.memory.local_chunks)."
     )
 
 

@@ -31,7 +31,7 @@ MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
 ATLAS = ("omeganet", "omeganet_h", "atlas", "atlas_h")
 HOPE = ("hope", "hope_attention")
 LACT = ("170m", "340m", "760m")
-AFTER = (*LATER, "atlas", "dla", "lact", "hope")
+AFTER = (*LATER, "mamba3_mimo", "atlas", "dla", "lact", "hope")
 TEXTS = {file.stem: file.read_text() for file in folder().glob("*.py")}
 STATED = {
     name: (int(parameters.replace(",", "")), gibibytes)

@@ -38,11 +38,11 @@ def test_a_configuration_saved_before_a_field_existed_means_what_models_did_then
     config = Config(model=ModelConfig(dim=512, memory=MemoryConfig(preset="yaad")))
     saved = to_dict(config)
     assert from_saved(json.loads(json.dumps(saved))) == config
-    del saved["model"]["mac_write"]
+    del saved["model"]["mac_write"], saved["model"]["merge"]
     for field in ("forget_to", "step_unit"):
         del saved["model"]["memory"][field]
     memory = MemoryConfig(preset="yaad", forget_to="zero", step_unit="head_dim")
-    assert from_saved(saved).model == ModelConfig(dim=512, mac_write="attention", memory=memory)
+    assert from_saved(saved).model == ModelConfig(dim=512, mac_write="attention", merge="product", memory=memory)
     assert from_saved({}).model.memory.step_unit == "head_dim"
     # What later fields leave as it was.
     before = from_saved({}).model

@@ -112,14 +112,16 @@ def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
     before = dataclasses.replace(
         ModelConfig().memory, normalize_values=False, value_skip=False, tie_keys=False, skip_projection=False
     )
-    assert module.fingerprint(ModelConfig(memory=before), params) == "436b105a71ec2c94"
+    assert module.fingerprint(ModelConfig(merge="product", memory=before), params) == "436b105a71ec2c94"
     others = {"omega_window": 4, "caching": "gated", "cache_segment": 64, "cache_restart": True}
+    others |= {"cache_segmentation": "logarithmic", "mimo_rank": 2}
     others |= {"normalize_values": True, "value_skip": True, "tie_keys": True, "skip_projection": True}
     others |= {"shared_gates": True, "channel_steps": "key", "gate_maps": "own", "start": "fixed"}
     for field, value in (others | {"local_chunks": (4,), "shard": 64}).items():
         memory = dataclasses.replace(before, **{field: value})
-        assert module.fingerprint(ModelConfig(memory=memory), params) != "436b105a71ec2c94"
-    assert module.fingerprint(ModelConfig(memory=before, mac_long_term=8), params) != "436b105a71ec2c94"
+        assert module.fingerprint(ModelConfig(merge="product", memory=memory), params) != "436b105a71ec2c94"
+    for fields in ({"merge": "residual"}, {"merge": "product", "mac_long_term": 8}):
+        assert module.fingerprint(ModelConfig(memory=before, **fields), params) != "436b105a71ec2c94"
 
 
 def test_speeds_are_those_of_whole_pieces():

@@ -28,14 +28,14 @@ def drawn():
     """(parameters by path, x [b, t, dim], queries, keys, values [b, t, h, d])."""
     generator = np.random.default_rng(0)
     with jax.enable_x64(True):
-        shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Rotation(CONFIG, rngs=nnx.Rngs(0)))))
+        shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(Rotation(CONFIG, 1, rngs=nnx.Rngs(0)))))
     parameters = jax.tree.map(lambda leaf: generator.normal(size=leaf.shape), shapes)
     tokens = generator.normal(size=(3, BATCH, TIME, HEADS, WIDTH))
     return parameters, generator.normal(size=(BATCH, TIME, DIM)), *tokens
 
 
 def module(parameters):
-    graphdef, state = nnx.split(Rotation(CONFIG, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(Rotation(CONFIG, 1, rngs=nnx.Rngs(0)))
     nnx.replace_by_pure_dict(state, parameters)
     return nnx.merge(graphdef, state)
 

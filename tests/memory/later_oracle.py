@@ -65,3 +65,15 @@ def mamba3(queries, keys, values, retention, step, share, before):
         before = k, v
         reads.append(state.T @ q)
     return np.array(reads)
+
+
+def mamba3_mimo(queries, keys, values, retention, weights):
+    """The same with several keys: S <- a S, then S <- S + w k v^T of every write [time, n], each read after."""
+    state, reads = np.zeros((keys.shape[2], values.shape[2])), []
+    for q, k, v, a, w in zip(queries, keys, values, retention, weights, strict=True):
+        state = a * state
+        reads.append([])
+        for query, *write, weight in zip(q, k, v, w, strict=True):
+            state = state + weight * np.outer(*write)
+            reads[-1].append(state.T @ query)
+    return np.array(reads)

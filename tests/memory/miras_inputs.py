@@ -145,6 +145,18 @@ def expect_mamba3(x, params):
     return later_oracle.mamba3(x["queries"], *own, x["retention"], steps, x["step_size"][:, 1] / steps, before)
 
 
+def draw_mamba3_mimo(generator, time):
+    """Two keys a token: writes of the token before, then its own, each with a query."""
+    inputs, step, share = tokens(generator, time, 2), *generator.uniform(0.1, 0.9, (2, time))
+    retention = generator.uniform(0.5, 1.0, time)
+    for name in ("keys", "values"):
+        before = np.concatenate([np.zeros((1, 2, HEAD_DIM)), inputs[name][:-1]])
+        inputs[name] = np.concatenate([before, inputs[name]], axis=1)
+    weights = np.repeat(np.stack([(1 - share) * step * retention, share * step], axis=1), 2, axis=1)
+    queries = unit(generator.normal(size=(time, 4, HEAD_DIM)))
+    return inputs | {"queries": queries, "retention": retention, "step_size": weights}
+
+
 def draw_delta_product(generator, time):
     gates = {"retention": generator.uniform(0.5, 1.0, time), "step_size": generator.uniform(0.1, 0.9, (time, 2))}
     return tokens(generator, time, 2) | gates
@@ -337,6 +349,13 @@ MODELS = {
         "key_step_size",
     ),
     "mamba3": Model(presets.PRESETS["mamba3"].make(), draw_mamba3, expect_mamba3),
+    "mamba3_mimo": Model(
+        presets.PRESETS["mamba3_mimo"].make(2),
+        draw_mamba3_mimo,
+        lambda x, params: later_oracle.mamba3_mimo(
+            *(x[name] for name in ("queries", "keys", "values", "retention", "step_size"))
+        ),
+    ),
     "rwkv7": Model(
         presets.rwkv7(),
         draw_rwkv7,

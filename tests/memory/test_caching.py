@@ -97,6 +97,10 @@ def test_answers_and_soups(architecture):
         ({"caching": "gated", "cache_segment": 40}, "model.memory.cache_segment is 40; use a multiple of "
          "model.memory.chunk_size 16, such as 32"),
         ({"cache_segment": 0}, "model.memory.cache_segment is 0; use at least 1"),
+        ({"cache_segmentation": "binary"}, "model.memory.cache_segmentation is 'binary'; use constant or logarithmic"),
+        ({"caching": "gated", "cache_segmentation": "logarithmic", "cache_restart": True}, "model.memory.cache_restart "
+         "is True, and model.memory.cache_segmentation 'logarithmic', whose memories have read many segments; use "
+         "False, or constant"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(fields, sentence):

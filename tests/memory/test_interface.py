@@ -1,6 +1,7 @@
 """Known members of the family, presets, starts, retrieval, and bad input refused in one sentence."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,7 @@ def call(case=TITANS, form="chunked", time=TIME, **changes):
     return memory.memorize(case.rule, params, state, *tokens, gates, form, resets=arrays["resets"])
 
 
+TWO_STEPS = SimpleNamespace(rule=memory.presets.delta_product())
 BAD_INPUT = {
     "form": lambda: call(form="parallel"),
     "architecture": lambda: memory.MemoryRule(
@@ -175,6 +177,9 @@ BAD_INPUT = {
     "mask": lambda: call(mask=jnp.ones(TIME + 1, bool)),
     "resets": lambda: call(resets=jnp.zeros(TIME - 1, bool)),
     "queries": lambda: call(queries=jnp.zeros((TIME, HEAD_DIM + 1))),
+    "queries has shape": lambda: call(queries=jnp.zeros((TIME, 1, HEAD_DIM))),
+    r"\[time, 2, head_dim\]; vmap": lambda: call(TWO_STEPS, queries=jnp.zeros((TIME, 3, HEAD_DIM))),
+    "mimo_rank is 0": lambda: memory.presets.PRESETS["mamba3_mimo"].make(0),
     "keys": lambda: call(keys=jnp.zeros((TIME, HEAD_DIM + 1))),
     "values": lambda: call(values=jnp.zeros((TIME - 1, HEAD_DIM))),
 }

@@ -30,6 +30,18 @@ def turn(x, positions, theta):
     return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
 
+def binary_expansion(segments):
+    """The pieces (begin, end) that Memory Caching's logarithmic segments cut so many segments into: 13 to 8 + 4 + 1."""
+    pieces, begin = [], 0
+    while begin < segments:
+        length = 1
+        while 2 * length <= segments - begin:
+            length *= 2
+        pieces.append((begin, begin + length))
+        begin += length
+    return pieces
+
+
 class Model:
     """config: a ModelConfig. params: the model's parameters by path, stacked over layers as the package stacks them."""
 
@@ -113,6 +125,9 @@ class Model:
         return np.array(out)
 
     def merge(self, p, content, gate):
+        if self.config.merge == "residual":
+            share = sigmoid(p["merge", "gate_scale"] * gate)
+            return gate + 2 * p["merge", "content_scale"] * content * share
         content = rms_norm(content, p["merge", "content_norm", "scale"])
         gate = rms_norm(gate, p["merge", "gate_norm", "scale"])
         return (content * sigmoid(gate)) @ p["merge", "output", "kernel"]
@@ -271,19 +286,23 @@ class Model:
         memory, before = self.config.memory, len(rows) - len(x)
         queries = self.features(p, "query", rows, None)[before:]
         name, _, said = memory.caching.partition("(k=")
-        states, kept, reads = first, [], []
+        states, ends, reads = first, [], []
         for t in range(len(x)):
             opened = t - t % memory.cache_segment
             if t == opened and t:
-                kept.append(states)
+                ends.append(states)
                 states = first if memory.cache_restart else states
+            pieces = [(begin, begin + 1) for begin in range(len(ends))]
+            if memory.cache_segmentation == "logarithmic":
+                pieces = binary_expansion(len(ends))
+            kept = [ends[end - 1] for _, end in pieces]
             read, states = self.write(p, rows, slice(before + t, before + t + 1), states)
             shares = np.ones(len(kept) + 1)
             if name == "average":
                 shares /= len(shares)
             elif name != "residual":
-                starts = range(0, opened + 1, memory.cache_segment)
-                means = [x[start : min(start + memory.cache_segment, t + 1)].mean(axis=0) for start in starts]
+                bounds = [(memory.cache_segment * begin, memory.cache_segment * end) for begin, end in pieces]
+                means = [x[slice(*bound)].mean(axis=0) for bound in [*bounds, (opened, t + 1)]]
                 kernel = p["memory", "score", "kernel"]
                 scores = np.array([x[t] @ kernel @ mean for mean in means]) / np.sqrt(self.config.dim)
                 if name == "sparse":  # those that the chunk's first token likes best

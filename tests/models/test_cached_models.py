@@ -59,20 +59,23 @@ def test_every_kind_of_memory_is_kept_in_half_precision(preset, caching):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["titans", "memora", "mesa", "rwkv7"])
-@pytest.mark.parametrize("caching", ["gated", "soup"])
-def test_streaming_equals_training_for_every_kind_of_memory(preset, caching):
+@pytest.mark.parametrize("caching, cut", [("gated", "constant"), ("soup", "constant"), ("gated", "logarithmic")])
+def test_streaming_equals_training_for_every_kind_of_memory(preset, caching, cut):
     with jax.enable_x64(True):
-        model, tokens = small.build(cached("lmm", caching=caching, memory={"preset": preset})), small.tokens()
+        memory = {"preset": preset, "cache_segmentation": cut}
+        model, tokens = small.build(cached("lmm", caching=caching, memory=memory)), small.tokens()
         whole = small.forward(model, tokens)
         found = read_in_pieces(model, tokens, [5])
         np.testing.assert_allclose(found, whole, rtol=1e-8, atol=1e-8 * abs(whole).max())
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["lmm", "mag", "mal"])
-def test_packed_documents_equal_documents_alone(kind):
+@pytest.mark.parametrize(
+    "kind, cut", [("lmm", "constant"), ("mag", "constant"), ("mal", "constant"), ("lmm", "logarithmic")]
+)
+def test_packed_documents_equal_documents_alone(kind, cut):
     with jax.enable_x64(True):
-        config = cached(kind)
+        config = cached(kind, memory={"cache_segmentation": cut})
         assert granularity(config) == 8
         rows = [pack(lengths, 32, 8) for lengths in ([5, 9, 3], [8, 1, 7], [32], [16, 8])]
         assert_documents_alone(config, rows)
@@ -90,14 +93,23 @@ def test_operations_are_counted():
     assert caching_flops(plain, 28) == caching_flops(cached("lmm", caching="residual"), 8) == 0
 
 
+def test_operations_of_logarithmic_segments_are_counted():
+    """A row of 6 segments and a half: tokens read as many memories as their segment's number has bits set."""
+    config = cached("lmm", caching="residual", memory={"cache_segmentation": "logarithmic"})
+    reads = (8 * (0 + 1 + 1 + 2 + 1 + 2) + 4 * 2) / 52 * memory_read_flops(config)
+    assert caching_flops(config, 52) == pytest.approx(reads)
+
+
 def test_what_is_kept_counts_as_state():
     plain, config = small.config("lmm", depth=1, dtype="float32"), cached("lmm", dtype="float32")
     weights = 2 * (8 * 16 + 16 * 8)
     assert state_floats(config, 33) - state_floats(plain, 33) == 4 * weights
+    fewer = cached("lmm", dtype="float32", memory={"cache_segmentation": "logarithmic"})
+    assert state_floats(fewer, 8 * 1000) - state_floats(plain, 8 * 1000) == 10 * weights
 
 
 def test_a_memory_file_of_constant_size_is_refused():
     config = cached("lmm", dtype="float32", vocab_size=320)
     graphdef, params = nnx.split(small.build(config))
-    with pytest.raises(MemoryFileError, match="or caching, which keeps a memory of every segment; use"):
+    with pytest.raises(MemoryFileError, match="or caching, which keeps more and more memories; use"):
         Reader(graphdef, params, ByteTokenizer())

@@ -8,9 +8,14 @@ from model_oracle import Model
 
 CASES = [small.config(kind) for kind in small.KINDS] + [
     small.config("lmm", "window", depth=4, tie_embeddings=True),
-    small.config("mag", num_persistent=0, memory={"momentum": False, "architecture": "linear", "activation": False}),
+    small.config(
+        "mag",
+        num_persistent=0,
+        merge="product",
+        memory={"momentum": False, "architecture": "linear", "activation": False},
+    ),
     small.config("mac", num_persistent=0, conv_size=1, memory={"architecture": "mlp", "depth": 3}),
-    small.config("mac", mac_write="attention", memory={"forget_to": "zero"}),
+    small.config("mac", mac_write="attention", merge="product", memory={"forget_to": "zero"}),
     small.config("mac", depth=1, mac_long_term=3),
     small.config("mac", depth=1, mac_long_term=5, num_persistent=0),
     small.config("lmm", memory=small.SHARED),
@@ -20,6 +25,7 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
     small.config("mac", memory=small.SHARED | {"momentum": False}),
     small.config("mag", memory={"caching": "gated", "cache_segment": 8}),
     small.config("mal", memory={"caching": "soup", "cache_segment": 4, "cache_restart": True}),
+    small.config("mag", memory={"caching": "sparse(k=1)", "cache_segment": 4, "cache_segmentation": "logarithmic"}),
     small.config("mal", conv_size=6, memory={"architecture": "gated_mlp", "form": "associative"}),
 ]
 

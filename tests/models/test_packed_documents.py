@@ -48,8 +48,16 @@ def test_aligned_documents_need_no_slack(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lmm", "mac"])
-@pytest.mark.parametrize("preset", ["preconditioned_delta", "mamba3"])
+@pytest.mark.parametrize(
+    "preset, kind",
+    [
+        ("preconditioned_delta", "lmm"),
+        ("preconditioned_delta", "mac"),
+        ("mamba3", "lmm"),
+        ("mamba3", "mac"),
+        ("mamba3_mimo", "lmm"),
+    ],
+)
 def test_documents_of_a_memory_with_a_state_of_the_layer_s_own(preset, kind):
     """Sums of squared keys, phases and the last token start anew, as what the persistent tokens left."""
     with jax.enable_x64(True):

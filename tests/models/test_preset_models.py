@@ -176,6 +176,16 @@ def test_choices_combine(choices):
 def test_any_preset_in_any_block(preset, pattern):
     """Through segments, windows and hybrids: a rule with logits for a state, one with two steps a token, one with
     queries that keys correct, and two with a state of the layer's own."""
+    assert_pieces_are_the_whole(preset, *pattern)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", [("mag",), ("mal",), ("retrofit",), ("lmm", "window")])
+def test_several_queries_a_token_in_any_block_but_mac(pattern):
+    assert_pieces_are_the_whole("mamba3_mimo", *pattern)
+
+
+def assert_pieces_are_the_whole(preset, *pattern):
     with jax.enable_x64(True):
         model, tokens = model_of(preset, *pattern), small.tokens(time=11)
         whole = small.forward(model, tokens)

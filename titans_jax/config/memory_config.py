@@ -45,6 +45,8 @@ class MemoryConfig:
     """Exponent of Moneta's L_q retention, and of `retention` "norm_power"."""
     steps: int = 2
     """Inner steps per token of delta_product. Ignored by other presets."""
+    mimo_rank: int = 4
+    """Keys, queries and values per token of mamba3_mimo; with 1 it is mamba3. Ignored by other presets."""
     omega_window: int | None = None
     """Tokens whose losses omeganet and atlas descend together, at most `chunk_size`; None is 16, or `chunk_size` where
     that is shorter, and for dla 1. Ignored by other presets."""
@@ -100,9 +102,13 @@ class MemoryConfig:
     caching: str | None = None
     """Memory Caching: how the memories kept at the ends of segments are read together with the running one, by name:
     `residual`, `average`, `gated`, `soup` or `sparse(k=4)`; None keeps none. For lmm, mag and mal. Its state grows by a
-    memory every segment."""
+    memory every segment, or every doubling of their number (`cache_segmentation`)."""
     cache_segment: int = 256
     """Tokens of a segment of `caching`, a multiple of the rule's chunk. Packed documents start at multiples of it."""
+    cache_segmentation: Literal["constant", "logarithmic"] = "constant"
+    """Which ends of segments a token reads with `caching`: all before it; or, after s segments, those of the pieces
+    that the binary expansion of s cuts them into (8, 12 and 13 of 13), at most log2(s) + 1. Not with
+    `cache_restart`."""
     cache_restart: bool = False
     """Begin every segment of `caching` with the memory of a document's start; False goes on from the last one."""
     continuum_chunks: tuple[int, ...] = (16, 64, 256)

@@ -45,7 +45,7 @@ SIZES = {
 }
 """The last is the paper's 1.3B. Miras has the rows 170m, 340m and 760m (there 780M) and names 1.3B without a row."""
 
-MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 10, "mag": 10, "mal": 9, "hope": 4, "hope_attention": 5}
+MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 9, "mag": 9, "mal": 9, "hope": 4, "hope_attention": 5}
 """Matrices of dim x dim in a block, beside those of its feed-forward."""
 START = {"ttt_linear": 1, "ttt_mlp": 8}
 """Numbers of a memory's learned start over head_dim^2, of baselines that have one."""

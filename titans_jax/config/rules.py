@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from titans_jax.memory.rule.presets import Preset
     from titans_jax.memory.rule.rule import MemoryRule
 
-CONFIGURED = ("depth", "expansion", "chunk_size", "p", "q", "steps", "omega_window")
+CONFIGURED = ("depth", "expansion", "chunk_size", "p", "q", "steps", "mimo_rank", "omega_window")
 """Fields that an argument of the same name of a preset, or of a part, is set by."""
 
 
@@ -156,19 +156,30 @@ def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
     """How kept memories are read, None where none are kept.
 
     Raises:
-      ConfigError: there is no such way, or segments are no whole chunks.
+      ConfigError: there is no such way, segments are no whole chunks, or those that restart are merged.
     """
     if config.caching is None:
         return None
     from titans_jax.memory.caching import AGGREGATIONS
 
     part, arguments = _called("model.memory.caching", config.caching, AGGREGATIONS)
-    chunk_size = memory_rule(config).chunk_size
+    rule = memory_rule(config)
+    chunk_size, rank = rule.chunk_size, gate_choices(config).key_rank(rule)
+    if rank > 1:
+        raise ConfigError(
+            f"model.memory.caching is {config.caching!r}, and a token reads with {rank} queries with preset "
+            f"{config.preset}; use None, or model.memory.mimo_rank 1"
+        )
     if config.cache_segment % chunk_size:
         below = max(config.cache_segment // chunk_size, 1) * chunk_size
         raise ConfigError(
             f"model.memory.cache_segment is {config.cache_segment}; use a multiple of model.memory.chunk_size "
             f"{chunk_size}, such as {below}"
+        )
+    if config.cache_restart and config.cache_segmentation != "constant":
+        raise ConfigError(
+            f"model.memory.cache_restart is True, and model.memory.cache_segmentation {config.cache_segmentation!r}, "
+            "whose memories have read many segments; use False, or constant"
         )
     try:
         return part(**arguments)

@@ -54,6 +54,9 @@ class ModelConfig:
     """Long-term tokens that MAC reads from its memory for a segment (N_l of the paper, 256 there), by as many learned
     queries of a layer, fewer than `segment`, and all seen by all of its tokens. None: one per token of the segment, by
     the token's own query, seen by it and later ones."""
+    merge: Literal["residual", "product"] = "residual"
+    """How mac and mag join attention and memory: the memory gates attention by a sigmoid and is added beside it; or
+    the product of the two alone, normalised and projected (the papers' letter), which makes little of the memory."""
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16
@@ -293,6 +296,7 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
 
 BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
+    "model.merge": "product",
     "model.memory.bound_slope": False,
     "model.memory.forget": "preset",
     "model.memory.forget_to": "zero",

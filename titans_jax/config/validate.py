@@ -93,7 +93,7 @@ def describe(hint: Any) -> str:
 _AT_LEAST_ONE = (
     "model.dim model.depth model.num_heads model.head_dim model.vocab_size model.segment model.window model.conv_size "
     "model.memory.depth model.memory.expansion model.memory.chunk_size model.memory.steps "
-    "model.memory.cache_segment model.memory.shard "
+    "model.memory.mimo_rank model.memory.cache_segment model.memory.shard "
     "data.sequence_length data.batch_size "
     "training.steps training.gradient_accumulation training.log_every training.evaluate_every "
     "training.evaluation_batches training.evaluate_samples training.evaluate_length training.diagnostics_every "

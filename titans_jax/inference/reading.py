@@ -35,9 +35,12 @@ from titans_jax.models import granularity
 FORMAT = "1"
 LATER = {
     "mac_long_term": None,
+    "merge": "product",
+    "memory.mimo_rank": 4,
     "memory.omega_window": None,
     "memory.caching": None,
     "memory.cache_segment": 256,
+    "memory.cache_segmentation": "constant",
     "memory.cache_restart": False,
     "memory.continuum_chunks": (16, 64, 256),
     "memory.continuum_order": "sequential",
@@ -154,8 +157,8 @@ class Reader:
         self.abstract_state = self._shapes(8)
         if jax.tree.map(lambda x: x.shape, self.abstract_state) != jax.tree.map(lambda x: x.shape, self._shapes(LONG)):
             raise MemoryFileError(
-                "the model has full attention, which keeps every token, or caching, which keeps a memory of every "
-                "segment; use one of lmm, mac, mag, mal, hope or window blocks, with model.memory.caching None"
+                "the model has full attention, which keeps every token, or caching, which keeps more and more "
+                "memories; use one of lmm, mac, mag, mal, hope or window blocks, with model.memory.caching None"
             )
         config = nnx.merge(graphdef, params).config
         self.fingerprint = fingerprint(config, params)

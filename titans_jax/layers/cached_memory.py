@@ -1,12 +1,12 @@
 """Memory Caching as a layer: a neural memory and what it was at the ends of earlier segments, read together.
 
-    u_t = x_t W_u                                                       where the aggregation is scored
-    score of segment i = <u_t, mean of x over segment i> / sqrt(dim)    the running one: its mean up to x_t
+    shares_t = what scores of the kept memories say                     layers/cache_shares.py
     reads_t = aggregation of M(1)(q_t), .., M(s-1)(q_t), M_t(s)(q_t)    titans_jax.memory.caching
     y = (rms_norm(reads) * silu(x W_g)) W_o                             as without caches
 
 A whole row is written segment by segment, by a scan, and then read at once, with gradients through all that was kept.
-Streaming keeps memories in an array of fixed size. Readings: memory/later_models.md, Memory Caching.
+Streaming keeps memories in an array of fixed size. Which ones a token reads, all of them or logarithmically many, is
+memory/cache_segments.py. Readings: memory/later_models.md, Memory Caching.
 
 Shapes: b batch, t time, h heads, d head_dim, n kept memories.
 """
@@ -21,21 +21,29 @@ from flax import nnx
 
 from titans_jax import memory
 from titans_jax.config import ModelConfig, cache_aggregation
+from titans_jax.layers.cache_shares import (
+    Asked,
+    at_ends,
+    chosen_alone,
+    means_of_pieces,
+    numbered,
+    opened_by,
+    running_means,
+    shares_of,
+)
 from titans_jax.layers.document_layout import Documents, aligned
 from titans_jax.layers.memory_report import memory_report, weights_read
 from titans_jax.layers.neural_memory import HeadInputs, MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.projections import projection, wide_dtype
 from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
+from titans_jax.memory.cache_segments import CACHE_SEGMENTS, Extended, Levels
 from titans_jax.memory.caching import read_together
-from titans_jax.memory.state import WindowTokens
-from titans_jax.ops.matmul import inner_products
-
-Matrices = tuple[jax.Array, ...]
+from titans_jax.memory.state import Matrices, WindowTokens
 
 
 class Pools(NamedTuple):
-    """What scores are made of: the mean input of every kept segment [b, n, dim], the sum of the open segment's inputs
-    [b, dim], and u of the open chunk's first token [b, dim]."""
+    """What scores are made of: the mean inputs of what kept memories end [b, slots, dim], the sum of the open segment's
+    inputs [b, dim], and u of the open chunk's first token [b, dim]."""
 
     means: jax.Array
     total: jax.Array
@@ -63,9 +71,9 @@ class Carried(NamedTuple):
 class CachedMemoryState(NamedTuple):
     """What streaming carries.
 
-    running: the memory that is written. kept: weights as they are read at the ends of segments, [b, capacity, h, in,
-    out] of every fast matrix. pools: None where there are no scores. first: what every segment begins with, None where
-    one goes on from the last. tokens: int32 scalar, how many were read.
+    running: the memory that is written. kept: weights as they are read at the ends of segments, [b, slots, h, in, out]
+    of every fast matrix. pools: None where there are no scores. first: what every segment begins with, None where one
+    goes on from the last. tokens: int32 scalar, how many were read.
     """
 
     running: MemoryLayerState
@@ -73,16 +81,6 @@ class CachedMemoryState(NamedTuple):
     pools: Pools | None
     first: Carried | None
     tokens: jax.Array
-
-
-class Asked(NamedTuple):
-    """What scores are products of: u of every token and of its chunk's first one [b, t, dim], the means of kept
-    segments [b, n, dim], and of a token's own segment up to it [b, t, dim]."""
-
-    u: jax.Array
-    opening: jax.Array
-    means: jax.Array
-    running_means: jax.Array
 
 
 class Segments(NamedTuple):
@@ -111,6 +109,7 @@ class CachedMemory(NeuralMemory):
         super().__init__(config, rngs=rngs)
         self.aggregation = cache_aggregation(config.memory)
         self.segment, self.restarts = config.memory.cache_segment, config.memory.cache_restart
+        self.cut = CACHE_SEGMENTS[config.memory.cache_segmentation]
         axes = ("embed", None) if self.aggregation.scored else None
         self.score = axes and projection(config, config.dim, config.dim, axes, rngs=rngs)
 
@@ -131,7 +130,7 @@ class CachedMemory(NeuralMemory):
         if state is None:
             reads, report = self._row(x, self.start(persistent), documents)
             return self.output(x, reads), None, report
-        time, room = x.shape[1], (state.kept[0].shape[1] + 1) * self.segment
+        time, room = x.shape[1], (self.cut.room(state.kept[0].shape[1]) + 1) * self.segment
         if time > room:
             raise ValueError(
                 f"x holds {time} tokens, and the state has room for {room}: give init_state a longer max_length"
@@ -161,15 +160,15 @@ class CachedMemory(NeuralMemory):
         """
         if max_length is None:
             raise ValueError("max_length is None; a memory is kept every segment, so give the longest length to come")
-        capacity = max(1, (max_length - 1) // self.segment)
+        slots = max(1, self.cut.slots((max_length - 1) // self.segment))
         running = super().init_state(batch, persistent)
         weights = self._as_read(running.memory.weights)
-        kept = tuple(jnp.zeros((batch, capacity, *w.shape[1:]), w.dtype) for w in weights)
+        kept = tuple(jnp.zeros((batch, slots, *w.shape[1:]), w.dtype) for w in weights)
         pools = None
         if self.score is not None:
             dim, dtype = self.score.in_features, wide_dtype(self.dtype)
             empty = jnp.zeros((batch, dim), dtype)
-            pools = Pools(jnp.zeros((batch, capacity, dim), dtype), empty, empty.astype(self.dtype))
+            pools = Pools(jnp.zeros((batch, slots, dim), dtype), empty, empty.astype(self.dtype))
         first = Carried.of(running.memory) if self.restarts else None
         return CachedMemoryState(running, kept, pools, first, jnp.zeros((), jnp.int32))
 
@@ -216,7 +215,8 @@ class CachedMemory(NeuralMemory):
             after, outputs = one_segment(carry, segment)
             return Carried.of(after), outputs
 
-        parts, ends, carry = [], (), Carried.of(running.memory)
+        parts, carry = [], Carried.of(running.memory)
+        ends = tuple(w[:, None][:, :0] for w in self._as_read(weights))
         if whole:
             before = None if begins is None else begins[:whole]
             cut = functools.partial(to_segments, whole, self.segment)
@@ -241,21 +241,21 @@ class CachedMemory(NeuralMemory):
         batch, time = x.shape[:2]
         running = broadcast(start, batch)
         first = Carried.of(running.memory)
-        queries, skip, reads, ends, _, report = self._segments(x, running, first, documents, start)
+        queries, skip, reads, kept, _, report = self._segments(x, running, first, documents, start)
         count = (time - 1) // self.segment  # the last segment's end is read by no token of the row
         if count:
-            segments = jnp.arange(time, dtype=jnp.int32) // self.segment
-            visible = segments[:, None] > jnp.arange(count, dtype=jnp.int32)[None]
-            visible = jnp.broadcast_to(visible[None], (batch, time, count))
-            if documents is not None:
-                of_kept = documents.index[:, :: self.segment][:, :count]
-                visible &= of_kept[:, None] == documents.index[..., None]
-            asked = None
+            number, same = numbered(count + 1, self.segment, documents)
+            ends, slots, asked = jnp.broadcast_to(number[:, :-1] + 1, (batch, count)), self.cut.slots(count), None
+            read = same & self.cut.read(ends[:, None], number[..., None])
             if self.score is not None:
-                means = self._means(x)
-                asked = Asked(*self._ask(x), self._of_whole_segments(means)[:, :count], means)
-            shares = self._shares(visible, asked)
-            reads = self._together(tuple(w[:, :count] for w in ends), shares, queries, reads, self.segment)
+                u, means = self.score(x), running_means(x, self.segment)
+                before = jnp.zeros((batch, slots, x.shape[-1]), means.dtype)
+                pieces = means_of_pieces(self.cut, before, at_ends(means, self.segment)[:, :count], ends)
+                asked = Asked(u, self._opened(u), pieces, means)
+            levels = self._levels(read, ends, slots, first=True)
+            kept = tuple(w[:, :count] for w in kept)
+            shares = self._shares(self._of_tokens(read, time), asked)
+            reads = self._together(kept, shares, queries, reads, self.segment, levels)
         if documents is not None:
             reads = jnp.where(aligned(documents, self.segment)[:, None, None, None], reads, jnp.nan)
         return self.with_skip(reads, skip), report
@@ -267,7 +267,7 @@ class CachedMemory(NeuralMemory):
     ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
         """x [b, t, dim] whose last token is at most the last of the open segment."""
         batch, time = x.shape[:2]
-        position, capacity = state.tokens % self.segment, state.kept[0].shape[1]
+        number, position, slots = state.tokens // self.segment, state.tokens % self.segment, state.kept[0].shape[1]
         running = state.running
         if state.first is not None:
             now = running.memory
@@ -283,41 +283,57 @@ class CachedMemory(NeuralMemory):
             queries, report = features["query"], {}
             reads = self.retrieve(running.memory.weights, queries)
         is_over = position + time == self.segment
-        slot = jnp.where(is_over, state.tokens // self.segment, capacity)
-        end, asked, pools = self._as_read(running.memory.weights), None, None
-        kept = tuple(old.at[:, slot].set(new, mode="drop") for old, new in zip(state.kept, end, strict=True))
+        slot = jnp.where(is_over, self.cut.slot(number + 1), slots)
+        put = lambda old, new: old.at[:, slot].set(new, mode="drop")  # noqa: E731
+        kept, asked, pools = jax.tree.map(put, state.kept, self._as_read(running.memory.weights)), None, None
         if self.score is not None:
             inputs = x.astype(state.pools.total.dtype)
             sums = state.pools.total[:, None] + jnp.cumsum(inputs, axis=1)
             counts = position + 1 + jnp.arange(time, dtype=jnp.int32)
             means = sums / counts.astype(sums.dtype)[None, :, None]
-            kept_means = state.pools.means.at[:, slot].set(means[:, -1], mode="drop")
-            u, opening = self._ask(x, position, state.pools.opening)
+            piece = means_of_pieces(self.cut, state.pools.means, means[:, -1:], number[None, None] + 1)
+            kept_means, u = put(state.pools.means, piece[:, 0]), self.score(x)
+            opening = self._opened(u, position, state.pools.opening)
             pools = Pools(kept_means, jnp.where(is_over, 0, sums[:, -1]), opening[:, -1])
             asked = Asked(u, opening, kept_means, means)
-        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), features["skip"])
-        return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
+        # What the new end replaces no token of its own segment reads, nor the new end itself.
+        visible = jnp.broadcast_to(self.cut.held(number, slots) > 0, (batch, time, slots))
+        chosen = chosen_alone(self.aggregation, kept, self._shares(visible, asked))
+        reads = self._within_room(number, slots, self._together(*chosen, queries, reads))
+        state = self._state(running, kept, pools, state.first, state.tokens + time)
+        return self.with_skip(reads, features["skip"]), state, report
 
     def _from_start(
         self, x: jax.Array, state: CachedMemoryState
     ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
         """x [b, t, dim] from a segment's start on."""
-        time = x.shape[1]
+        batch, time = x.shape[:2]
         whole = time // self.segment
         running = state.running
         running = running._replace(memory=dataclasses.replace(running.memory, position=0))
         queries, skip, reads, ends, running, report = self._segments(x, running, state.first)
-        slots = state.tokens // self.segment + jnp.arange(whole, dtype=jnp.int32)
-        put = lambda old, new: old.at[:, slots].set(new, mode="drop")  # noqa: E731
-        kept, asked, pools = jax.tree.map(put, state.kept, ends) if whole else state.kept, None, None
+        number, slots = state.tokens // self.segment, state.kept[0].shape[1]
+        new, asked, pools = number + jnp.arange(1, whole + 1, dtype=jnp.int32), None, None
+        means = pieces = means_before = None
         if self.score is not None:
-            means = self._means(x)
-            kept_means = put(state.pools.means, self._of_whole_segments(means))
-            u, opening = self._ask(x)
+            means, means_before = running_means(x, self.segment), state.pools.means
+            pieces = means_of_pieces(self.cut, means_before, at_ends(means, self.segment), new[None])
+        extend = jax.vmap(self.cut.extend, in_axes=(0, 0, None), out_axes=Extended(0, 0, None))
+        (kept, kept_means), (readable, readable_means), ends = extend(
+            (state.kept, means_before), (ends, pieces), number
+        )
+        if self.score is not None:
+            u = self.score(x)
+            opening = self._opened(u)
             total = jnp.sum(x[:, whole * self.segment :].astype(means.dtype), axis=1)
-            pools, asked = Pools(kept_means, total, opening[:, -1]), Asked(u, opening, kept_means, means)
-        reads = self.with_skip(self._read_kept(state.tokens, kept, asked, queries, reads), skip)
-        return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
+            pools, asked = Pools(kept_means, total, opening[:, -1]), Asked(u, opening, readable_means, means)
+        numbers = number + jnp.arange(-(-time // self.segment), dtype=jnp.int32)
+        read = jnp.broadcast_to(self.cut.read(ends[None], numbers[:, None]), (batch, len(numbers), len(ends)))
+        levels = self._levels(read, jnp.broadcast_to(ends, (batch, len(ends))), slots, first=False)
+        shares = self._shares(self._of_tokens(read, time), asked)
+        reads = self._together(readable, shares, queries, reads, None if levels is None else self.segment, levels)
+        reads = self._within_room(self._of_tokens(numbers[None], time), slots, reads)
+        return self.with_skip(reads, skip), self._state(running, kept, pools, state.first, state.tokens + time), report
 
     def _token_by_token(
         self, x: jax.Array, state: CachedMemoryState
@@ -331,23 +347,10 @@ class CachedMemory(NeuralMemory):
         state, (reads, report) = jax.lax.scan(one_token, state, jnp.moveaxis(x, 1, 0))
         return jnp.moveaxis(reads, 0, 1), state, report_of_tokens(report)
 
-    def _read_kept(
-        self, tokens: jax.Array, kept: Matrices, asked: Asked | None, queries: jax.Array, reads: jax.Array
-    ) -> jax.Array:
-        """The reads [b, t, h, d] of tokens from number `tokens` on, of a state's kept memories too."""
-        batch, time = queries.shape[:2]
-        capacity = kept[0].shape[1]
-        segments = (tokens + jnp.arange(time, dtype=jnp.int32)) // self.segment
-        visible = segments[:, None] > jnp.arange(capacity, dtype=jnp.int32)[None]
-        shares = self._shares(jnp.broadcast_to(visible[None], (batch, time, capacity)), asked)
-        most = self.aggregation.most
-        if time == 1 and most is not None and most < capacity:
-            best = jax.lax.top_k(shares[:, 0, :-1], most)[1]
-            kept = tuple(jnp.take_along_axis(w, best.reshape(*best.shape, 1, 1, 1), axis=1) for w in kept)
-            past = jnp.take_along_axis(shares[..., :-1], best[:, None], axis=2)
-            shares = jnp.concatenate([past, shares[..., -1:]], axis=2)
-        reads = self._together(kept, shares, queries, reads)
-        return jnp.where((segments <= capacity)[None, :, None, None], reads, jnp.nan)
+    def _within_room(self, number: jax.Array, slots: int, reads: jax.Array) -> jax.Array:
+        """Reads [b, t, h, d] of tokens after so many whole segments, [] or [1, t]; NaN where slots are too few."""
+        fits = number <= self.cut.room(slots)
+        return jnp.where(fits.reshape(1, -1, 1, 1), reads, jnp.nan)
 
     def _state(
         self,
@@ -361,57 +364,41 @@ class CachedMemory(NeuralMemory):
         running = running._replace(memory=dataclasses.replace(running.memory, position=position))
         return CachedMemoryState(running, kept, pools, first, tokens)
 
-    # Shares
+    # What is read, and how much of it
 
-    def _means(self, x: jax.Array) -> jax.Array:
-        """The mean of x [b, t, dim], read from a segment's start on, over a token's segment up to it, [b, t, dim]."""
-        batch, time, dim = x.shape
-        rows = jnp.pad(x.astype(wide_dtype(self.dtype)), [(0, 0), (0, -time % self.segment), (0, 0)])
-        sums = jnp.cumsum(rows.reshape(batch, -1, self.segment, dim), axis=2)
-        counts = 1 + jnp.arange(self.segment, dtype=sums.dtype)
-        return (sums / counts[None, None, :, None]).reshape(batch, -1, dim)[:, :time]
+    def _of_tokens(self, segments: jax.Array, time: int) -> jax.Array:
+        """[b, s, ...] of segments as [b, time, ...] of their tokens."""
+        return jnp.repeat(segments, self.segment, axis=1)[:, :time]
 
-    def _of_whole_segments(self, means: jax.Array) -> jax.Array:
-        """`_means` at the ends of whole segments, [b, n, dim]."""
-        return means[:, self.segment - 1 :: self.segment]
+    def _levels(self, read: jax.Array, ends: jax.Array, slots: int, first: bool) -> Levels | None:
+        """`CacheSegments.levels` of a batch, [b, ...]."""
+        return jax.vmap(functools.partial(self.cut.levels, slots=slots, first=first))(read, ends)
 
-    def _ask(
-        self, x: jax.Array, position: int | jax.Array = 0, carried: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """u of every token of x [b, t, dim], and that of its chunk's first token.
-
-        position: of the first in its segment; carried: u of the open chunk's first token [b, dim].
-        """
-        u, chunk = self.score(x), max(1, self.rule.chunk_size // self.rule.algorithm.steps)
-        tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
-        opened = tokens - (position + tokens) % self.segment % chunk
-        before = u[:, :1] if carried is None else carried[:, None]
-        return u, jnp.take(jnp.concatenate([before, u], axis=1), jnp.maximum(opened, -1) + 1, axis=1)
+    def _opened(self, u: jax.Array, position: int | jax.Array = 0, carried: jax.Array | None = None) -> jax.Array:
+        """See `opened_by`."""
+        chunk = max(1, self.rule.chunk_size // self.rule.algorithm.steps)
+        return opened_by(u, chunk, self.segment, position, carried)
 
     def _shares(self, visible: jax.Array, asked: Asked | None) -> jax.Array:
-        """The shares of kept memories, of which a token sees those that are visible [b, t, n], and of the running one:
-        [b, t, n + 1]."""
-        dtype = wide_dtype(self.dtype)
-        opening, own = jnp.zeros(visible.shape, dtype), jnp.zeros((*visible.shape[:2], 1), dtype)
-        scores = opening
-        if asked is not None:
-            scale = asked.u.shape[-1] ** -0.5
-            products = jax.vmap(functools.partial(inner_products, operand_dtype=self.dtype))
-            scores, opening = (scale * products(u, asked.means) for u in (asked.u, asked.opening))
-            own = scale * jnp.sum(asked.u.astype(dtype) * asked.running_means, axis=-1, keepdims=True)
-        visible = jnp.concatenate([visible, jnp.ones(own.shape, bool)], axis=2)
-        return self.aggregation.shares(jnp.concatenate([scores, own], axis=2), opening, visible)
+        """See `shares_of`."""
+        return shares_of(self.aggregation, visible, asked, self.dtype)
 
     def _together(
-        self, kept: Matrices, shares: jax.Array, queries: jax.Array, reads: jax.Array, segment: int | None = None
+        self,
+        kept: Matrices,
+        shares: jax.Array,
+        queries: jax.Array,
+        reads: jax.Array,
+        segment: int | None = None,
+        levels: Levels | None = None,
     ) -> jax.Array:
         """`read_together` of a batch of heads, [b, t, h, d]."""
 
-        def one(params, kept, shares, queries, reads):
-            return read_together(self.aggregation, self.rule, params, kept, shares, queries, reads, segment)
+        def one(params, kept, shares, queries, reads, levels):
+            return read_together(self.aggregation, self.rule, params, kept, shares, queries, reads, segment, levels)
 
-        heads = jax.vmap(one, in_axes=(0, 1, None, 1, 1), out_axes=1)
-        return jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))(self.params(), kept, shares, queries, reads)
+        heads = jax.vmap(one, in_axes=(0, 1, None, 1, 1, None), out_axes=1)
+        return jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0))(self.params(), kept, shares, queries, reads, levels)
 
     def _as_read(self, weights: Matrices) -> Matrices:
         """The fast weights [b, h, in, out] that a segment starting with the carried ones would read."""

@@ -23,7 +23,7 @@ class MemoryLayer(nnx.Module):
 
 
 class HeadReads(MemoryLayer):
-    """One whose reads [b, t, h, d] of its heads go out as Gated DeltaNet's: norm, gate, projection."""
+    """One whose reads [b, t, ..., h, d] of its heads go out as Gated DeltaNet's: norm, gate, projection."""
 
     def make_output(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         """The parameters of `output`."""
@@ -35,9 +35,13 @@ class HeadReads(MemoryLayer):
         )
 
     def output(self, x: jax.Array, reads: jax.Array) -> jax.Array:
-        """Reads [b, t, h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output projection."""
+        """Reads [b, t, ..., h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output
+        projection."""
         # Held flat, or a TPU would take squares as the kernel has them, whose narrow heads fill no register.
         flat = jax.lax.optimization_barrier(side_by_side(reads.astype(self.dtype)))
         reads = checkpoint_name(flat, READS).reshape(reads.shape)
-        y = self.norm(reads).reshape(flat.shape)
-        return self.output_projection(y * jax.nn.silu(self.output_gate(x)))
+        return self.output_projection(self.gated(self.norm(reads), self.output_gate(x)))
+
+    def gated(self, normed: jax.Array, gate: jax.Array) -> jax.Array:
+        """Normed reads [b, t, h, d] and logits of their gate [b, t, h d]: [b, t, h d]."""
+        return normed.reshape(gate.shape) * jax.nn.silu(gate)

@@ -63,13 +63,14 @@ def start_as_induction(query: MemoryInput, key: MemoryInput) -> None:
 def of_token_before(
     x: jax.Array, before: jax.Array, documents: Documents | None = None, first: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """What the token before each had of x [b, t, h, d], and what the last one has, [b, h, d].
+    """What the token before each had of x [b, t, ...], and what the last one has, [b, ...].
 
     Args:
-      before: what the token before x had, [b, h, d].
-      first: what is before a document's first token, [h, d]; with documents.
+      before: what the token before x had, [b, ...].
+      first: what is before a document's first token, [...]; with documents.
     """
     earlier = jnp.concatenate([before[:, None], x[:, :-1]], axis=1)
     if documents is not None:
-        earlier = jnp.where(documents.starts[..., None, None], first[None, None], earlier)
+        starts = jnp.expand_dims(documents.starts, range(2, x.ndim))
+        earlier = jnp.where(starts, first[None, None], earlier)
     return earlier, x[:, -1]

@@ -63,8 +63,8 @@ class MemoryLayerState(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """What the memories of all heads read: queries [b, t, h, d], keys, values [b, t, h, (n,) d], gates [b, t, h, ...],
-    resets bool [b, t] or None."""
+    """What the memories of all heads read: queries, keys, values [b, t, h, (n,) d], gates [b, t, h, ...], resets bool
+    [b, t] or None."""
 
     queries: jax.Array
     keys: jax.Array
@@ -99,14 +99,14 @@ class NeuralMemory(HeadReads):
                 f"model.memory.local_chunks is {config.memory.local_chunks}, and a NeuralMemory has no local memories; "
                 "use (), or the layer that `layers.memory_layer` makes"
             )
-        self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
-        choices = gate_choices(config.memory)
-        copies = choices.projected_steps(memory_rule(config.memory))
-        projected = functools.partial(MemoryInput, config, copies=copies, rngs=rngs)
+        choices, rule = gate_choices(config.memory), memory_rule(config.memory)
+        copies, rank = choices.projected_steps(rule), choices.key_rank(rule)
+        projected = functools.partial(MemoryInput, config, rngs=rngs)
+        self.query = projected(unit_norm=True, copies=rank)
         gate = choices.complement_keys  # what a key's channel forgets decides both
         self.tied = ties_keys(config.memory)
-        self.key = None if self.tied else projected(unit_norm=not gate, logits=gate)
-        self.value = projected(unit_norm=sizes_values(config.memory))
+        self.key = None if self.tied else projected(unit_norm=not gate, logits=gate, copies=copies * rank)
+        self.value = projected(unit_norm=sizes_values(config.memory), copies=copies)
         induction = config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1
         if induction and not self.tied:
             start_as_induction(self.query, self.key)
@@ -140,7 +140,7 @@ class NeuralMemory(HeadReads):
         shared = shared and not self.rule.algorithm.steps_by_chunk and not self.rule.stale
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
-        self.rotation = Rotation(config, rngs=rngs) if choices.rotated_keys else None
+        self.rotation = Rotation(config, choices.key_rank(self.rule), rngs=rngs) if choices.rotated_keys else None
 
     def _make_skip(self, config: ModelConfig) -> nnx.Param | None:
         """The factors of `value_skip` [h]; none where a rotation has them."""
@@ -183,7 +183,7 @@ class NeuralMemory(HeadReads):
         start: MemoryLayerState | None = None,
         mask: jax.Array | None = None,
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
-        """Write x [b, t, dim]: the raw reads [b, t, h, d], the next state, and a report.
+        """Write x [b, t, dim]: the raw reads [b, t, (r,) h, d], the next state, and a report.
 
         Args as of a call; mask: bool [b, t], False at padding, where there are no documents; start: the state of a
         document's start, without the batch axis.
@@ -257,8 +257,10 @@ class NeuralMemory(HeadReads):
     def write(
         self, inputs: HeadInputs, state: MemoryLayerState, start: MemoryLayerState | None = None
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
-        """Reads [b, t, h, d] of memories that write their inputs, the state with these memories, and a report."""
+        """Reads [b, t, h, (r,) d] of memories that write their inputs, the state with these memories, and a report."""
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
+        if self.rotation is not None:
+            reads = self.rotation.whole_reads(inputs, reads)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
         return reads, MemoryLayerState(after, state.tails), report
 
@@ -270,13 +272,20 @@ class NeuralMemory(HeadReads):
     def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
         """Reads with what a token's own values, or those of `skip_projection`, [b, t, h, d], add to them beside the
         memory, where they do."""
-        skip = self.skip if self.rotation is None else self.rotation.skip
-        if skip is None:
+        if self.rotation is not None:
+            return self.rotation.with_skip(reads, values)
+        if self.skip is None:
             return reads
-        return reads + skip[...].astype(reads.dtype)[None, None, :, None] * values.astype(reads.dtype)
+        return reads + self.skip[...].astype(reads.dtype)[None, None, :, None] * values.astype(reads.dtype)
+
+    def gated(self, normed: jax.Array, gate: jax.Array) -> jax.Array:
+        """As of `HeadReads`; with ranks, normed [b, t, r, h, d], which are mixed."""
+        if normed.ndim == 4:
+            return super().gated(normed, gate)
+        return self.rotation.gated(normed, gate)
 
     def retrieve(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
-        """Read weights [b, h, ...] with queries [b, t, h, d] and change nothing: [b, t, h, d]."""
+        """Read weights [b, h, ...] with queries [b, t, h, (r,) d] and change nothing: [b, t, h, (r,) d]."""
 
         def one(params: memory.Params, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
             state = memory.MemoryState(weights=weights, momentum=(), anchor=weights, position=0)
@@ -296,7 +305,7 @@ class NeuralMemory(HeadReads):
         shapes = {name: (x.convolution.size - 1, x.projection.out_features) for name, x in self.inputs().items()}
         tails = {name: jnp.zeros(shape, self.dtype) for name, shape in shapes.items()}
         if self.tied:
-            tails["key"] = jnp.zeros((self.num_heads, self.head_dim), self.dtype)
+            tails["key"] = jnp.zeros(self.query.heads, self.dtype)
         if self.shares_steps:
             sizes = self.num_heads, self.head_dim, self.rule.chunk_size
             tails["steps"] = init_tail(*sizes, self.dtype, wide_dtype(self.dtype))

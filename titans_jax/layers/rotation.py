@@ -1,4 +1,4 @@
-"""What Mamba-3 makes of a token's queries, keys and values (arXiv 2603.15569, SISO).
+"""What Mamba-3 makes of a token's queries, keys and values (arXiv 2603.15569, SISO and MIMO).
 
     step_t = softplus(.) ,  a_t = exp(-step_t max(softplus(.), 1e-4)) ,  l_t = sigmoid(.)      a number of the head each
     q_t = R(phase_t) (norm(q) + bias_q) ,  k_t = R(phase_t) (norm(k) + bias_k)                 biases start at 1
@@ -10,7 +10,18 @@ R turns adjacent channels by their phase; D is a number of the head. The two wri
 the key and the value of the token before: with the phases, a state of the layer. The equations are from secondary notes
 and public code.
 
-Shapes: b batch, t time, h heads, d head_dim, a angles.
+MIMO of rank r: a token has r queries q_j and keys k_j, normed, biased and turned as above, and r values v_j:
+
+    v_j,t = m_j * v_t                                                   m, g, o learned, of every head, rank and channel
+    W_t = a_t W_{t-1} + sum_j (1 - l_t) step_t a_t k_j,t-1^T v_j,t-1 + l_t step_t k_j,t^T v_j,t
+    y_j,t = q_j,t W_t + D v_j,t
+    y_t = sum_j o_j * norm(y_j,t) * silu(g_j * z_t)                        m and o start at 1 / r, g at 1; z is the gate
+
+The 2 r writes are inner steps, those of the token before first, and q_j reads after the j-th of the token's own; what
+the writes behind it say to q_j is added, exactly, as no write depends on the memory. In the public code the norm is a
+choice, and keys and queries are those of all heads but for their bias.
+
+Shapes: b batch, t time, h heads, d head_dim, a angles, r rank. Of a rank of 1, queries and keys have no axis for it.
 """
 
 from __future__ import annotations
@@ -32,13 +43,14 @@ from titans_jax.layers.memory_input import of_token_before
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.forms.associative import linear_scan
+from titans_jax.ops.matmul import matmul
 from titans_jax.sharding import logical
 
 LEAST_RATE = 1e-4
 
 
 class RotationTail(NamedTuple):
-    """What is carried from call to call: phases [b, h, a]; the last token's key and value [b, h, d]."""
+    """What is carried from call to call: phases [b, h, a]; the last token's keys [b, h, (r,) d] and value [b, h, d]."""
 
     phases: jax.Array
     key: jax.Array
@@ -46,7 +58,7 @@ class RotationTail(NamedTuple):
 
 
 class RotatedInputs(NamedTuple):
-    """What the memory is given: queries [b, t, h, d], keys and values [b, t, h, 2, d], gates [b, t, h, ...]."""
+    """What the memory is given: queries [b, t, h, (2 r,) d], keys and values [b, t, h, 2 r, d], gates [b, t, h, ..]."""
 
     queries: jax.Array
     keys: jax.Array
@@ -55,22 +67,29 @@ class RotatedInputs(NamedTuple):
 
 
 class Rotation(nnx.Module):
-    """The rotated queries and keys, the two writes of every token, and their weights."""
+    """The rotated queries and keys, the two writes of every token and key, and their weights."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, rank: int, *, rngs: nnx.Rngs):
         heads, head_dim, dtype = config.num_heads, config.head_dim, param_dtype(config)
-        self.angles = angles(head_dim)
+        self.angles, self.rank = angles(head_dim), rank
         self.kernel = nnx.Param(HEAD_KERNEL(rngs.params(), (config.dim, heads, 3), dtype))
         self.bias = nnx.Param(logical(initializers.zeros, "heads", None)(rngs.params(), (heads, 3), dtype))
         _, self.step_bias = rate_parameters(heads, dtype)
         turn = logical(initializers.truncated_normal(0.1), None, None)
         self.turn = nnx.Param(turn(rngs.params(), (config.dim, self.angles), dtype))
-        self.query_norm = RMSNorm(config, heads, head_dim, axes=("heads", None), rngs=rngs)
-        self.key_norm = RMSNorm(config, heads, head_dim, axes=("heads", None), rngs=rngs)
-        ones = logical(initializers.ones, "heads", None)
-        self.query_bias = nnx.Param(ones(rngs.params(), (heads, head_dim), dtype))
-        self.key_bias = nnx.Param(ones(rngs.params(), (heads, head_dim), dtype))
+        each = (heads, *[rank] * (rank > 1), head_dim)
+        axes = ("heads", *[None] * (len(each) - 1))
+        self.query_norm = RMSNorm(config, *each, axes=axes, rngs=rngs)
+        self.key_norm = RMSNorm(config, *each, axes=axes, rngs=rngs)
+        ones = logical(initializers.ones, *axes)
+        self.query_bias = nnx.Param(ones(rngs.params(), each, dtype))
+        self.key_bias = nnx.Param(ones(rngs.params(), each, dtype))
         self.skip = nnx.Param(logical(initializers.ones, "heads")(rngs.params(), (heads,), dtype))
+        if rank > 1:
+            share, one = (logical(initializers.constant(x), *axes) for x in (1 / rank, 1.0))
+            self.value_mix = nnx.Param(share(rngs.params(), each, dtype))
+            self.gate_mix = nnx.Param(one(rngs.params(), each, dtype))
+            self.read_mix = nnx.Param(share(rngs.params(), each, dtype))
 
     def __call__(
         self,
@@ -80,7 +99,8 @@ class Rotation(nnx.Module):
         documents: Documents | None = None,
         initial: RotationTail | None = None,
     ) -> tuple[RotatedInputs, RotationTail]:
-        """x [b, t, dim], inputs with keys and values [b, t, h, d] and the gates of a layer without a rotation.
+        """x [b, t, dim], inputs with queries and keys [b, t, h, (r,) d], values [b, t, h, d] and the gates of a layer
+        without a rotation.
 
         Args:
           documents, initial: documents start with the tail `initial`, without its batch axis.
@@ -89,6 +109,7 @@ class Rotation(nnx.Module):
         step, share = jax.nn.softplus(step + self.step_bias[...][None, None, :, None]), jax.nn.sigmoid(share)
         log_retention = -step * jnp.maximum(jax.nn.softplus(rate), LEAST_RATE)
         weights = jnp.concatenate([(1 - share) * step * jnp.exp(log_retention), share * step], axis=-1)
+        weights = jnp.repeat(weights, self.rank, axis=-1)
 
         turns = jnp.einsum("btd,da->bta", x.astype(step.dtype) * x.shape[-1] ** -0.5, self.turn[...])
         added = step * (math.pi * jnp.tanh(turns))[:, :, None]
@@ -104,7 +125,7 @@ class Rotation(nnx.Module):
         keys, values = self.rotated(self.key_norm(inputs.keys), self.key_bias, phases), inputs.values
 
         def with_last(now: jax.Array, before: jax.Array, first: jax.Array | None) -> jax.Array:
-            """Every token's own behind that of the token before, [b, t, h, 2, d]."""
+            """Every token's own behind that of the token before, [b, t, h, 2, ...]."""
             return jnp.stack([of_token_before(now, before, documents, first)[0], now], axis=3)
 
         first = RotationTail(None, None, None) if initial is None else initial
@@ -112,23 +133,57 @@ class Rotation(nnx.Module):
         gates = dataclasses.replace(
             inputs.gates, log_retention=log_retention, step_size=inputs.gates.step_size * weights
         )
-        both = with_last(keys, tail.key, first.key), with_last(values, tail.value, first.value)
-        return RotatedInputs(queries, *both, gates), RotationTail(phases[:, -1] % math.tau, keys[:, -1], values[:, -1])
+        both_keys, both_values = with_last(keys, tail.key, first.key), with_last(values, tail.value, first.value)
+        tail = RotationTail(phases[:, -1] % math.tau, keys[:, -1], values[:, -1])
+        if self.rank > 1:
+            steps = (*values.shape[:3], 2 * self.rank, values.shape[-1])
+            queries = jnp.concatenate([jnp.zeros_like(queries), queries], axis=3)  # nothing is read of the token before
+            both_keys, both_values = both_keys.reshape(steps), self.of_ranks(both_values).reshape(steps)
+        return RotatedInputs(queries, both_keys, both_values, gates), tail
 
     def rotated(self, x: jax.Array, bias: nnx.Param, phases: jax.Array) -> jax.Array:
-        """x [b, t, h, d] with its bias, its first 2 a channels turned by phases [b, t, h, a]."""
+        """x [b, t, h, (r,) d] with its bias, its first 2 a channels turned by phases [b, t, h, a]."""
         wide = x.astype(phases.dtype) + bias[...][None, None]
         turned, rest = jnp.split(wide, [2 * self.angles], axis=-1)
         even, odd = turned[..., 0::2], turned[..., 1::2]
+        phases = jnp.expand_dims(phases, range(3, x.ndim - 1))
         cos, sin = jnp.cos(phases), jnp.sin(phases)
         turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(turned.shape)
         return jnp.concatenate([turned, rest], axis=-1).astype(x.dtype)
 
+    def of_ranks(self, values: jax.Array) -> jax.Array:
+        """The values [b, t, h, ..., r, d] of the ranks, of a token's value [b, t, h, ..., d]."""
+        mix = jnp.expand_dims(self.value_mix[...], (0, 1, *range(3, values.ndim - 1)))
+        return (values[..., None, :].astype(mix.dtype) * mix).astype(values.dtype)
+
+    def whole_reads(self, inputs: RotatedInputs, reads: jax.Array) -> jax.Array:
+        """Reads [b, t, h, (r,) d] of the memory that a token left, of reads [b, t, h, (2 r,) d] after every write."""
+        if self.rank == 1:
+            return reads
+        own, dtype = (slice(None),) * 3 + (slice(self.rank, None),), inputs.keys.dtype
+        scores = matmul(inputs.queries[own], jnp.swapaxes(inputs.keys[own], -1, -2), dtype)
+        scores = jnp.triu(scores * inputs.gates.step_size[own][..., None, :], 1)  # of writes behind the read
+        return reads[own] + matmul(scores, inputs.values[own], dtype)
+
+    def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
+        """Reads [b, t, h, (r,) d] and D times the values of a token's value [b, t, h, d]: [b, t, (r,) h, d]."""
+        if self.rank > 1:
+            reads, values = jnp.swapaxes(reads, 2, 3), jnp.swapaxes(self.of_ranks(values), 2, 3)
+        skip = self.skip[...].astype(reads.dtype)[:, None]
+        return reads + jnp.expand_dims(skip, range(reads.ndim - 2)) * values.astype(reads.dtype)
+
+    def gated(self, normed: jax.Array, gate: jax.Array) -> jax.Array:
+        """The ranks of normed reads [b, t, r, h, d], each with its gate, in one: [b, t, h d]; gate [b, t, h d]."""
+        gate_mix, read_mix = (jnp.swapaxes(mix[...], 0, 1)[None, None] for mix in (self.gate_mix, self.read_mix))
+        gates = gate.reshape(*gate.shape[:2], 1, *normed.shape[-2:]).astype(gate_mix.dtype)
+        mixed = read_mix * normed.astype(read_mix.dtype) * jax.nn.silu(gate_mix * gates)
+        return jnp.sum(mixed, axis=2).reshape(gate.shape).astype(normed.dtype)
+
     def start(self, dtype: jnp.dtype) -> RotationTail:
         """The tail before any token, without the batch axis; keys and values of `dtype`."""
-        heads, head_dim = self.key_bias.shape
-        row = jnp.zeros((heads, head_dim), dtype)
-        return RotationTail(jnp.zeros((heads, self.angles), self.kernel.dtype), row, row)
+        phases = jnp.zeros((self.skip.shape[0], self.angles), self.kernel.dtype)
+        key = jnp.zeros(self.key_bias.shape, dtype)
+        return RotationTail(phases, key, key if self.rank == 1 else key[:, 0])
 
 
 def angles(head_dim: int) -> int:

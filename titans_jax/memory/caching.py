@@ -11,7 +11,8 @@ its own, and by the running memory M_t(s):
     sparse      gated, with the k kept memories of the largest <u, mean of segment i>          eq 16-17
 
 An aggregation is a class that says the shares of the memories in an answer; adding one touches nothing else. What reads
-is pure functions on arrays, one head of one sequence; callers vmap over batch and heads.
+is pure functions on arrays, one head of one sequence; callers vmap over batch and heads. Which kept memories there are
+for a token, all of them or logarithmically many, is cache_segments.py.
 
 Shapes: t tokens, d head_dim, n kept memories.
 """
@@ -27,6 +28,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from titans_jax.memory.cache_segments import Levels
 from titans_jax.memory.forms.inner_gradient import read, split_columns
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, Params
@@ -140,6 +142,7 @@ def read_together(
     queries: jax.Array,
     running: jax.Array,
     segment: int | None = None,
+    levels: Levels | None = None,
 ) -> jax.Array:
     """The answers of kept memories and of the running one together, [t, d] in the state's dtype.
 
@@ -153,18 +156,20 @@ def read_together(
       running: the running memory's reads, [t, d].
       segment: tokens of a segment, where the queries are a whole row and kept are the ends of its own segments, of
         which a token's shares are 0 but before its segment: then only these are read. None reads all.
+      levels: which of kept the segments of these queries read, where it is one of a level, not all before them.
     """
     past, now = shares[:, :-1], shares[:, -1:]
     if not aggregation.of_weights:
         answer = functools.partial(read, rule, params)
-        return now * running + sum_over_kept(answer, kept, queries, past, segment)
+        return now * running + sum_over_kept(answer, kept, queries, past, segment, levels)
     left = jnp.sum(past, axis=1, keepdims=True)
     past = past / jnp.where(left > 0, left, 1)
     product = lambda matrix, rows: matmul(rows, matrix, queries.dtype)  # noqa: E731
 
     def linears(parts: int) -> list[Callable[[int, jax.Array], jax.Array]]:
         return [
-            lambda i, x, cut=cut: sum_over_kept(product, cut[i], x, past, segment) for cut in split_columns(kept, parts)
+            lambda i, x, cut=cut: sum_over_kept(product, cut[i], x, past, segment, levels)
+            for cut in split_columns(kept, parts)
         ]
 
     soup = rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(queries))
@@ -177,15 +182,19 @@ def sum_over_kept(
     rows: jax.Array,
     shares: jax.Array,
     segment: int | None = None,
+    levels: Levels | None = None,
 ) -> jax.Array:
     """sum_i shares[t, i] function(kept_i, rows)_t, [t, ...], of rows [t, ...], kept [n, ...] and shares [t, n].
 
-    segment: as in `read_together`. Segments are then halved again and again: every token of a later half reads all ends
-    of the earlier one, at every level in one batch, so that nothing is computed for what comes later, to be dropped.
+    segment, levels: as in `read_together`. With a segment alone, segments are halved again and again: every token of a
+    later half reads all ends of the earlier one, at every level in one batch, so that nothing is computed for what
+    comes later, to be dropped.
     """
     if segment is None:
         return _weighted_sum(function, kept, rows, shares)
-    segments, size, levels = -(-len(rows) // segment), 1, []
+    if levels is not None:
+        return _sum_over_levels(function, kept, rows, shares, segment, levels)
+    segments, size, parts = -(-len(rows) // segment), 1, []
     while size < segments:
         groups = -(-(segments - size) // (2 * size))  # whose later half holds a token
         earlier = jax.tree.map(lambda x: halves(to_blocks(size, _fit(x, 2 * size * groups)))[0], kept)  # noqa: B023
@@ -196,9 +205,38 @@ def sum_over_kept(
         )
         answers = jax.vmap(functools.partial(_weighted_sum, function))(earlier, later(rows), shares_here)
         both = jnp.stack([jnp.zeros_like(answers), answers], axis=1)
-        levels.append(_fit(both.reshape(-1, *answers.shape[2:]), len(rows)))
+        parts.append(_fit(both.reshape(-1, *answers.shape[2:]), len(rows)))
         size *= 2
-    return sum(levels)
+    return sum(parts)
+
+
+def _sum_over_levels(
+    function: Callable[[Any, jax.Array], jax.Array],
+    kept: Any,
+    rows: jax.Array,
+    shares: jax.Array,
+    segment: int,
+    levels: Levels,
+) -> jax.Array:
+    """`sum_over_kept` where a segment reads at most one memory of a level: only its readers are computed."""
+    count = -(-len(rows) // segment)
+    cut = lambda x: to_blocks(segment, _fit(x, count * segment))  # noqa: E731
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def answers(level: Levels, kept: Any, rows: jax.Array, shares: jax.Array) -> jax.Array:
+        rows, shares = (jnp.take(x, level.segments, axis=0, mode="clip") for x in (rows, shares))
+        memories = jax.tree.map(lambda x: jnp.take(x, level.memories, axis=0, mode="clip"), kept)
+        share = jnp.take_along_axis(shares, level.memories[:, None, None], axis=2, mode="clip")
+        return share * jax.vmap(function)(memories, rows)
+
+    one, rows_cut, shares_cut = jax.tree.map(lambda x: x[0], kept), cut(rows), cut(shares)
+
+    def add(total: jax.Array, level: Levels) -> tuple[jax.Array, None]:
+        return total.at[level.segments].add(answers(level, kept, rows_cut, shares_cut), mode="drop"), None
+
+    answer = jax.eval_shape(jax.vmap(function, in_axes=(None, 0)), one, rows_cut)
+    total, _ = jax.lax.scan(add, jnp.zeros(answer.shape, answer.dtype), levels)
+    return total.reshape(-1, *total.shape[2:])[: len(rows)]
 
 
 def _weighted_sum(

@@ -12,10 +12,14 @@ from titans_jax.memory.state import MemoryState, Params
 def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryInputs) -> None:
     """Raises ValueError, naming the first argument that does not fit the others."""
     queries, gates = inputs.queries, inputs.gates
-    if queries.ndim != 2:
-        raise ValueError(f"queries has shape {queries.shape}: one head takes [time, head_dim]; vmap over all else.")
-    time, head_dim = queries.shape
     steps = rule.algorithm.steps
+    if queries.ndim != 2 and (steps == 1 or queries.ndim != 3 or queries.shape[1] != steps):
+        raise ValueError(
+            f"queries has shape {queries.shape}: one head takes [time, head_dim]"
+            + (f" or [time, {steps}, head_dim]" if steps > 1 else "")
+            + "; vmap over all else."
+        )
+    time, head_dim = queries.shape[0], queries.shape[-1]
     expected = rule.shapes(head_dim)
     shapes = tuple(w.shape for w in params["weights"])
     if shapes != expected:

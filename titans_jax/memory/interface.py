@@ -95,7 +95,7 @@ def memorize(
     rule: MemoryRule,
     params: Params,
     state: MemoryState,
-    queries: Float[Array, "time head_dim"],
+    queries: Float[Array, "time *read_steps head_dim"],
     keys: Float[Array, "time *steps head_dim"],
     values: Float[Array, "time *steps head_dim"],
     gates: Gates,
@@ -106,11 +106,15 @@ def memorize(
     return_surprise: bool = False,
     return_anchor: bool = True,
     rematerialised: bool = False,
-) -> tuple[Float[Array, "time head_dim"], MemoryState] | tuple[Float[Array, "time head_dim"], MemoryState, Surprise]:
+) -> (
+    tuple[Float[Array, "time *read_steps head_dim"], MemoryState]
+    | tuple[Float[Array, "time *read_steps head_dim"], MemoryState, Surprise]
+):
     """Write every token and read after each write (Titans eq 8-15).
 
     queries, keys, values: [time, head_dim], float32, bfloat16 (operands only; states stay float32) or float64; with n
-      inner steps a token, keys and values are [time, n, head_dim].
+      inner steps a token, keys and values are [time, n, head_dim]; queries may be too, and then every inner step has
+      a read of its own, [time, n, head_dim].
     gates: see `Gates`.
     form: "recurrent" | "associative" | "chunked" | "fused", equal to rounding, or "auto" (see `choose_form`).
     resets: bool [time], True at a document's first token, before which the state becomes `initial_state` (default:
@@ -132,11 +136,11 @@ def memorize(
     if form not in (*FORMS, "auto"):
         raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, (*FORMS, 'auto')))}.")
     check(rule, params, state, inputs)
-    time, head_dim = queries.shape
+    time, every_read = len(queries), queries.ndim == 3
     dtype, steps = state_dtype(queries.dtype), rule.algorithm.steps
     if time == 0:
         empty = jnp.zeros((0,), dtype)
-        reads = jnp.zeros((0, head_dim), dtype)
+        reads = jnp.zeros(queries.shape, dtype)
         return (reads, state, Surprise(empty, empty)) if return_surprise else (reads, state)
     if steps > 1:
         inputs = unroll_inner_steps(steps, inputs)
@@ -150,7 +154,7 @@ def memorize(
     reads, state, surprise = run(rule, params, start, initial, inputs, options)
     state = state if return_anchor else dataclasses.replace(state, anchor=None)
     if steps > 1:
-        reads, surprise = join_inner_steps(steps, reads, surprise)
+        reads, surprise = join_inner_steps(steps, every_read, reads, surprise)
     return (reads, state, surprise) if return_surprise else (reads, state)
 
 

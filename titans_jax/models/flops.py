@@ -21,6 +21,7 @@ from titans_jax.config import (
 from titans_jax.layers.continuum_memory import level_width
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.key_projection import BLOCK
+from titans_jax.memory.cache_segments import CACHE_SEGMENTS
 
 TOKENS_PER_BLOCK = 64
 """Tokens whose products with each other are counted where every token is a chunk: what a form takes at once."""
@@ -47,6 +48,11 @@ def attention_flops(model: ModelConfig, keys: float) -> float:
     return 4 * projection_flops(model) + 2 * 2 * keys * model.dim
 
 
+def merge_flops(model: ModelConfig) -> int:
+    """The projection behind attention and memory, where their product alone is taken (`layers.GatedMerge`)."""
+    return projection_flops(model) * (model.merge == "product")
+
+
 def persistent_flops(model: ModelConfig) -> int:
     """An attention's scores and weighted sum over the persistent tokens."""
     return 4 * model.num_persistent * model.dim
@@ -55,11 +61,13 @@ def persistent_flops(model: ModelConfig) -> int:
 def memory_layer_flops(model: ModelConfig) -> float:
     """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads, local ones too."""
     rule, choices = memory_rule(model.memory), gate_choices(model.memory)
-    inputs = 1 + 2 * choices.projected_steps(rule)  # queries, and keys and values of every inner step
-    inputs += projects_skip(model.memory) - ties_keys(model.memory)
+    steps, rank = choices.projected_steps(rule), choices.key_rank(rule)
+    inputs = rank + steps * (rank + 1)  # queries, and keys and values of every inner step
+    inputs += projects_skip(model.memory) - ties_keys(model.memory) * rank
     projections = (inputs + 2) * projection_flops(model)
     convolutions = inputs * 2 * model.conv_size * model.dim
-    return projections + convolutions + gated_memory_flops(model) + local_flops(model)
+    ranks = 4 * rank**2 * model.dim * (rank > 1)  # what is read of the writes of the other ranks
+    return projections + convolutions + ranks + gated_memory_flops(model) + local_flops(model)
 
 
 def gated_memory_flops(model: ModelConfig) -> float:
@@ -92,13 +100,14 @@ def local_flops(model: ModelConfig) -> float:
 
 
 def caching_flops(model: ModelConfig, time: int) -> float:
-    """Reads of kept memories, of which a row of `time` tokens sees its earlier segments', and the projection of scores;
-    0 without caching. What sparse reads leave out in training is read all the same."""
+    """Reads of kept memories, of which a row of `time` tokens sees its earlier segments' (`CacheSegments`), and the
+    projection of scores; 0 without caching. What sparse reads leave out in training is read all the same."""
     aggregation = cache_aggregation(model.memory)
     if aggregation is None:
         return 0.0
     whole, rest = divmod(time, model.memory.cache_segment)
-    kept = (model.memory.cache_segment * whole * (whole - 1) / 2 + rest * whole) / time
+    seen = CACHE_SEGMENTS[model.memory.cache_segmentation].count
+    kept = (model.memory.cache_segment * sum(map(seen, range(whole))) + rest * seen(whole)) / time
     return kept * memory_read_flops(model) + projection_flops(model) * aggregation.scored
 
 

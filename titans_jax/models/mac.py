@@ -6,7 +6,7 @@ Per segment of `config.segment` tokens, x being its normalised rows and M the me
     y = attention(x; [P | h | x])            token i sees P, and h_j and x_j for j <= i
     z = norm(x + y)                          what is written: attention's output with a residual around it
     m = read of the memory at q(z), after writing k(z), v(z)     token t reads its own write and none later
-    o = (norm_a(y) * sigmoid(norm_b(m))) W_o
+    o = m + 2 a y * sigmoid(b m)             a, b learned vectors; `GatedMerge` has the papers' letter too
 
 With `mac_long_term` N, h is of N learned queries of the layer in place of the segment's, h = norm(M(q_1 .. q_N)), and
 all of it is seen by all tokens: it depends on no token of the segment. That is the one reading in which the papers'
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from titans_jax.config import ConfigError, ModelConfig
+from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.attention import Attention, KeyValues, segment_attention
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
@@ -52,6 +52,7 @@ from titans_jax.models.flops import (
     mean_causal_keys,
     memory_layer_flops,
     memory_read_flops,
+    merge_flops,
     persistent_flops,
     projection_flops,
 )
@@ -158,8 +159,7 @@ class MAC(Block):
             segment = attention_flops(config, keys + config.mac_long_term) + persistent_flops(config)
             reads = config.mac_long_term * -(-time // config.segment) / time
             context = reads * (2 * projection_flops(config) + memory_read_flops(config))
-        merge = projection_flops(config)
-        return segment + context + memory_layer_flops(config) + merge + feed_forward_flops(config)
+        return segment + context + memory_layer_flops(config) + merge_flops(config) + feed_forward_flops(config)
 
     @staticmethod
     def granularity(config: ModelConfig) -> int:
@@ -184,6 +184,12 @@ class MAC(Block):
             raise ConfigError(
                 f"model.memory.local_chunks is {config.memory.local_chunks}, which mac does not do, as its attention "
                 "reads the memory of every segment's start; use (), or a pattern of lmm, mag or mal"
+            )
+        rank = gate_choices(config.memory).key_rank(memory_rule(config.memory))
+        if rank > 1:
+            raise ConfigError(
+                f"model.memory.mimo_rank is {rank}, and mac's attention takes one read of the memory for every token; "
+                "use 1, or a pattern of lmm, mag or mal"
             )
         chunk_size = config.memory.chunk_size
         if config.segment % chunk_size:

@@ -20,8 +20,8 @@ from titans_jax.models.flops import (
     feed_forward_flops,
     mean_causal_keys,
     memory_layer_flops,
+    merge_flops,
     persistent_flops,
-    projection_flops,
 )
 
 
@@ -34,11 +34,12 @@ class MAGState(NamedTuple):
 
 @register_block("mag")
 class MAG(Block):
-    """x += W_o (norm_a(window_attention(x~)) * sigmoid(norm_b(memory(x~)))), x~ = [P | norm(x)]; then feed_forward.
+    """x += m + 2 a y * sigmoid(b m), y = window_attention(x~), m = memory(x~), x~ = [P | norm(x)]; then feed_forward.
 
-    The paper normalises both branches with learned vectors and names neither the norm nor the non-linearity; here
-    RMSNorm and sigmoid, with attention as the content and memory as the gate. Both branches read the same persistent
-    tokens P; their outputs are dropped.
+    The paper normalises both branches with learned vectors and names neither how nor the non-linearity; here the
+    vectors a and b, and a sigmoid of the memory as the gate of attention, with a residual connection around the memory
+    (`layers.GatedMerge`, which has the product alone too). Both branches read the same persistent tokens P; their
+    outputs are dropped.
     """
 
     has_memory = True
@@ -78,6 +79,6 @@ class MAG(Block):
             window
             + memory_layer_flops(config)
             + caching_flops(config, time)
-            + projection_flops(config)
+            + merge_flops(config)
             + feed_forward_flops(config)
         )

@@ -83,7 +83,7 @@ class BlockStack(nnx.Module):
         Args:
           batch_size: rows.
           max_length: tokens to make room for; only "attention" blocks, whose cache is this long, and memories that are
-            kept (`MemoryConfig.caching`), one for every segment, need it.
+            kept (`MemoryConfig.caching`), for every segment or every doubling of their number, need it.
 
         Raises:
           ValueError: something needs it and max_length is None.

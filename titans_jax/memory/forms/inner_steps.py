@@ -10,8 +10,8 @@ from titans_jax.memory.gates import Gates
 
 
 def unroll_inner_steps(steps: int, inputs: MemoryInputs) -> MemoryInputs:
-    """Leaves [time, steps, ...] as [time * steps, ...]; the last step of a token has its read, the first its retention
-    and its reset."""
+    """Leaves [time, steps, ...] as [time * steps, ...]; queries [time, head_dim] are read after every step of their
+    token, the first step has its retention and its reset."""
 
     def flat(x):
         return None if x is None else x.reshape(-1, *x.shape[2:])
@@ -27,7 +27,7 @@ def unroll_inner_steps(steps: int, inputs: MemoryInputs) -> MemoryInputs:
 
     gates = inputs.gates
     return MemoryInputs(
-        every(inputs.queries),
+        every(inputs.queries) if inputs.queries.ndim == 2 else flat(inputs.queries),
         flat(inputs.keys),
         flat(inputs.values),
         Gates(
@@ -46,6 +46,8 @@ def unroll_inner_steps(steps: int, inputs: MemoryInputs) -> MemoryInputs:
     )
 
 
-def join_inner_steps(steps: int, reads: jax.Array, per_step):
-    """Each token's last read of reads [time * steps, head_dim], and the sum over its steps of leaves [time * steps]."""
-    return reads[steps - 1 :: steps], jax.tree.map(lambda x: jnp.sum(x.reshape(-1, steps), axis=1), per_step)
+def join_inner_steps(steps: int, every_read: bool, reads: jax.Array, per_step):
+    """Each token's last read of reads [time * steps, head_dim], or every read [time, steps, head_dim], and the sum over
+    its steps of leaves [time * steps]."""
+    reads = reads.reshape(-1, steps, reads.shape[-1]) if every_read else reads[steps - 1 :: steps]
+    return reads, jax.tree.map(lambda x: jnp.sum(x.reshape(-1, steps), axis=1), per_step)

@@ -173,7 +173,7 @@ class GateChoices:
     at 1.
     keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
     rank); "removal", a removal and a replacement key (RWKV-7); "rotated", a token's key and that of the token before,
-    turned by phases (Mamba-3, `layers.rotation`), with gates of their own that those here multiply.
+    turned by phases (Mamba-3, `layers.rotation`), or several of each, with gates of their own that those here multiply.
     erase: "all", or with what part of its key a token's error is taken (`Gates.erase`): "channels", a sigmoid of every
     channel, and another one multiplies the values that are written (Gated DeltaNet-2); "head", the sigmoid of a learned
     number of every head, at first 0.73 (Comba).
@@ -278,6 +278,11 @@ class GateChoices:
     def projected_steps(self, rule: MemoryRule) -> int:
         """How many keys and values of a token are projections: one for each inner step, unless they are made of one."""
         return rule.algorithm.steps if self.keys == "projected" else 1
+
+    def key_rank(self, rule: MemoryRule) -> int:
+        """Keys and queries of a token for each of its values: several of rotated keys alone, each of which takes two
+        inner steps (Mamba-3's MIMO)."""
+        return rule.algorithm.steps // 2 if self.rotated_keys else 1
 
     def by_channel(self, rule: MemoryRule) -> bool:
         """Whether the bias has a number per channel: a configuration may put a bias that takes none in its place."""

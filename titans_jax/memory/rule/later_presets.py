@@ -2,8 +2,9 @@
 
 The linear ones start from zero and take every token as a chunk of its own, exact in every form. Around them is the
 backbone that all memories here share, not that of their papers: a short convolution and SiLU (Mamba-3 has neither), a
-norm and a SiLU gate behind the read (Kimi's and Gated DeltaNet-2's gates are sigmoids of low rank, Mamba-3 has no
-norm), and channel-wise gates through a low rank (Gated DeltaNet-2's b and w are of full rank).
+norm and a SiLU gate behind the read (Kimi's and Gated DeltaNet-2's gates are sigmoids of low rank, Mamba-3's norm is an
+option), keys and queries of every head (those of Mamba-3 are shared by all heads, but for their bias), and channel-wise
+gates through a low rank (Gated DeltaNet-2's b and w are of full rank).
 """
 
 from __future__ import annotations
@@ -65,7 +66,19 @@ def mamba3() -> MemoryRule:
     Two inner steps, of the token before and of the token itself; `titans_jax.layers.rotation` has the equations, and
     where they are from.
     """
-    return matrix(biases.dot_product(), algorithms.gradient_descent(steps=2))
+    return mamba3_mimo(mimo_rank=1)
+
+
+@register_preset(gates=GateChoices(keys="rotated"))
+def mamba3_mimo(mimo_rank: int = 4) -> MemoryRule:
+    """a W + sum_j (1 - l) step a k_before,j^T v_before,j + l step k_j^T v_j (arXiv 2603.15569, MIMO): a token has
+    `mimo_rank` keys, queries and values, whose reads are mixed; with 1 it is `mamba3`.
+
+    Two inner steps for each, first those of the token before; `titans_jax.layers.rotation` has the equations.
+    """
+    if not isinstance(mimo_rank, int) or mimo_rank < 1:
+        raise ValueError(f"mimo_rank is {mimo_rank!r}: a token has an integer of 1 or more keys, for example 4.")
+    return matrix(biases.dot_product(), algorithms.gradient_descent(steps=2 * mimo_rank))
 
 
 @register_preset(gates=GateChoices("forget", "bounded_low"))

@@ -26,7 +26,7 @@ class Preset:
     """A model by name: make(**choices) -> its rule, and how its gates are made from a token.
 
     The arguments of `make` that are fields of `titans_jax.config.MemoryConfig` too (depth, expansion, chunk_size, p, q,
-    steps, omega_window) are set by it.
+    steps, mimo_rank, omega_window) are set by it.
     """
 
     name: str

@@ -1,0 +1,106 @@
+"""Memory Caching: how much of an answer each kept memory has, by what a layer has read (layers/cached_memory.py).
+
+    u_t = x_t W_u
+    score of a kept memory = <u_t, mean of x over its piece> / sqrt(dim)    the running one: its segment up to x_t
+
+A piece is a segment, or with logarithmic segments what several were merged to (memory/cache_segments.py); a segment is
+`cache_segment` tokens. Shapes: b batch, t time, n kept memories.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.projections import wide_dtype
+from titans_jax.memory.cache_segments import CacheSegments
+from titans_jax.memory.caching import Aggregation
+from titans_jax.memory.state import Matrices
+from titans_jax.ops.matmul import inner_products
+
+
+class Asked(NamedTuple):
+    """What scores are products of: u of every token and of its chunk's first one [b, t, dim], the means of kept
+    memories' pieces [b, n, dim], and of a token's own segment up to it [b, t, dim]."""
+
+    u: jax.Array
+    opening: jax.Array
+    means: jax.Array
+    running_means: jax.Array
+
+
+def shares_of(aggregation: Aggregation, visible: jax.Array, asked: Asked | None, dtype: jnp.dtype) -> jax.Array:
+    """The shares of kept memories, of which a token sees those that are visible [b, t, n], and of the running one.
+
+    asked: None where shares are made of no scores. dtype: that of a product's operands.
+
+    Returns:
+      [b, t, n + 1], the running memory last.
+    """
+    wide = wide_dtype(dtype)
+    opening, own = jnp.zeros(visible.shape, wide), jnp.zeros((*visible.shape[:2], 1), wide)
+    scores = opening
+    if asked is not None:
+        scale = asked.u.shape[-1] ** -0.5
+        products = jax.vmap(functools.partial(inner_products, operand_dtype=dtype))
+        scores, opening = (scale * products(u, asked.means) for u in (asked.u, asked.opening))
+        own = scale * jnp.sum(asked.u.astype(wide) * asked.running_means, axis=-1, keepdims=True)
+    visible = jnp.concatenate([visible, jnp.ones(own.shape, bool)], axis=2)
+    return aggregation.shares(jnp.concatenate([scores, own], axis=2), opening, visible)
+
+
+def chosen_alone(aggregation: Aggregation, kept: Matrices, shares: jax.Array) -> tuple[Matrices, jax.Array]:
+    """Kept memories [b, n, ...] and their shares [b, t, n + 1]; of a token alone only those that have one."""
+    most = aggregation.most
+    if shares.shape[1] > 1 or most is None or most >= kept[0].shape[1]:
+        return kept, shares
+    best = jax.lax.top_k(shares[:, 0, :-1], most)[1]
+    kept = tuple(jnp.take_along_axis(w, best.reshape(*best.shape, 1, 1, 1), axis=1) for w in kept)
+    past = jnp.take_along_axis(shares[..., :-1], best[:, None], axis=2)
+    return kept, jnp.concatenate([past, shares[..., -1:]], axis=2)
+
+
+def numbered(count: int, segment: int, documents: Documents | None) -> tuple[jax.Array, jax.Array]:
+    """How many segments of its document are before each of a row's first `count`, int32 [1 or b, count], and whether it
+    is of one document with each of them but the last, bool [1 or b, count, count - 1]."""
+    number = jnp.arange(count, dtype=jnp.int32)[None]
+    if documents is None:
+        return number, jnp.ones((1, count, count - 1), bool)
+    starts, index = (leaf[:, ::segment] for leaf in (documents.starts, documents.index))
+    return number - jax.lax.cummax(jnp.where(starts, number, 0), axis=1), index[:, None, :-1] == index[..., None]
+
+
+def opened_by(
+    u: jax.Array, chunk: int, segment: int, position: int | jax.Array = 0, carried: jax.Array | None = None
+) -> jax.Array:
+    """What every token's chunk was opened with: u [b, t, dim] of its first token. Chunks are counted in their segment.
+
+    position: of the first token in its segment; carried: u of the open chunk's first token [b, dim].
+    """
+    tokens = jnp.arange(u.shape[1], dtype=jnp.int32)
+    opened = tokens - (position + tokens) % segment % chunk
+    before = u[:, :1] if carried is None else carried[:, None]
+    return jnp.take(jnp.concatenate([before, u], axis=1), jnp.maximum(opened, -1) + 1, axis=1)
+
+
+def running_means(x: jax.Array, segment: int) -> jax.Array:
+    """The mean of x [b, t, dim], read from a segment's start on, over a token's segment up to it, [b, t, dim]."""
+    batch, time, dim = x.shape
+    rows = jnp.pad(x.astype(wide_dtype(x.dtype)), [(0, 0), (0, -time % segment), (0, 0)])
+    sums = jnp.cumsum(rows.reshape(batch, -1, segment, dim), axis=2)
+    counts = 1 + jnp.arange(segment, dtype=sums.dtype)
+    return (sums / counts[None, None, :, None]).reshape(batch, -1, dim)[:, :time]
+
+
+def at_ends(means: jax.Array, segment: int) -> jax.Array:
+    """`running_means` at the ends of whole segments, [b, n, dim]."""
+    return means[:, segment - 1 :: segment]
+
+
+def means_of_pieces(segments: CacheSegments, before: jax.Array, means: jax.Array, ends: jax.Array) -> jax.Array:
+    """`CacheSegments.means` of a batch: of the segments' own means [b, n, dim], whose ends are [1 or b, n], and means
+    in slots before them [b, slots, dim]."""
+    ends = jnp.broadcast_to(ends, means.shape[:2])
+    return jax.vmap(segments.means)(before, means, ends)
