@@ -121,13 +121,17 @@ def test_pieces_of_segments_that_restart_equal_the_whole(caching):
 
 @pytest.mark.parametrize("caching", ONE_WAY)
 def test_the_gradient_is_the_difference_of_losses(caching):
-    """Through caches, gates and the memory, along one random direction of parameters and inputs."""
-    graphdef, params = nnx.split(layer_of(configured(caching)))
-    rng, point = np.random.default_rng(5), (params, inputs(batch=1, time=12))
+    """Through caches, gates and the memory."""
+    assert_slope(layer_of(configured(caching)), inputs(batch=1, time=12))
+
+
+def assert_slope(layer, x):
+    """The gradient is the difference of losses along a random direction of parameters and inputs, and zero nowhere."""
+    graphdef, params = nnx.split(layer)
+    rng, point = np.random.default_rng(5), (params, x)
     direction = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), point)
     loss = jax.jit(jax.value_and_grad(lambda point: jnp.sum(jnp.sin(nnx.merge(graphdef, point[0])(point[1])[0]))))
-    gradient = loss(point)[1]
-    leaves = jax.tree.leaves(gradient)
+    leaves = jax.tree.leaves(loss(point)[1])
     assert all(np.isfinite(leaf).all() and np.any(leaf != 0) for leaf in leaves)
     slope = sum(float(jnp.vdot(g, d)) for g, d in zip(leaves, jax.tree.leaves(direction), strict=True))
     ahead, behind = (loss(jax.tree.map(lambda x, d: x + sign * 1e-5 * d, point, direction))[0] for sign in (1, -1))  # noqa: B023

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_cached_memory import PERSISTENT, configured, in_pieces, inputs, layer_of, recurrence, row
+from test_cached_memory import PERSISTENT, assert_slope, configured, in_pieces, inputs, layer_of, recurrence, row
 
 from titans_jax.layers import CachedMemory
 from titans_jax.layers.document_layout import find_documents
@@ -51,16 +51,8 @@ def test_reads_equal_the_numpy_recurrence(caching):
 
 @pytest.mark.parametrize("caching", ["gated", pytest.param("soup", marks=pytest.mark.exhaustive)])
 def test_the_gradient_is_the_difference_of_losses(caching):
-    """Along one random direction of parameters and inputs, over 7 segments."""
-    graphdef, params = nnx.split(layer_of(logarithmic(caching)))
-    rng, point = np.random.default_rng(5), (params, inputs(batch=1, time=14))
-    direction = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape)), point)
-    loss = jax.jit(jax.value_and_grad(lambda point: jnp.sum(jnp.sin(nnx.merge(graphdef, point[0])(point[1])[0]))))
-    leaves = jax.tree.leaves(loss(point)[1])
-    assert all(np.isfinite(leaf).all() and np.any(leaf != 0) for leaf in leaves)
-    slope = sum(float(jnp.vdot(g, d)) for g, d in zip(leaves, jax.tree.leaves(direction), strict=True))
-    ahead, behind = (loss(jax.tree.map(lambda x, d: x + sign * 1e-5 * d, point, direction))[0] for sign in (1, -1))  # noqa: B023
-    assert float(ahead - behind) / 2e-5 == pytest.approx(slope, rel=1e-6)
+    """Over 7 segments."""
+    assert_slope(layer_of(logarithmic(caching)), inputs(batch=1, time=14))
 
 
 @pytest.mark.parametrize("caching", ["gated", "sparse(k=1)"])
