@@ -19,8 +19,8 @@ class GatedMerge(nnx.Module):
     they name neither the nonlinearity, nor which branch it is for, nor what "normalised with learnable vectors" is.
 
     With `merge` "product" (norm_a(content) * sigmoid(norm_b(gate))) W_o, the norms being RMSNorms with learned gains.
-    The memory then only damps attention, and the norms of two small branches make of their gradients large ones: as
-    good a memory says less of text (memory/what_was_tried.md).
+    The memory then only damps attention, the norms multiply the gradients of two branches that start small, and models
+    make less of their memory (memory/what_was_tried.md).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
