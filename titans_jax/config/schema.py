@@ -56,7 +56,7 @@ class ModelConfig:
     the token's own query, seen by it and later ones."""
     merge: Literal["residual", "product"] = "residual"
     """How mac and mag join attention and memory: the memory gates attention by a sigmoid and is added beside it; or
-    the product of the two alone, normalised and projected (the papers' letter), which makes little of the memory."""
+    the product of the two alone, normalised and projected (the papers' letter), with which text is read worse."""
     window: int = 2048
     """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
     num_persistent: int = 16
