@@ -78,6 +78,9 @@ configs = {
     "hope_attention_small": small("hope", ("hope_attention",), continuum_chunks=LEVELS),  # 1,906,956 parameters
     # Memory Caching (arXiv 2602.24281): Titans, read together with what it was at the ends of earlier segments
     "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,480 parameters
+    # Log-linear attention (arXiv 2506.04761): the two memories of its paper, in parts by how long ago they were written
+    "log_linear_mamba2_small": small("mamba2", log_linear_levels=8),  # 1,929,056 parameters
+    "log_linear_gated_deltanet_small": small("gated_deltanet", log_linear_levels=8),  # 1,931,112 parameters
     # TPTT (arXiv 2506.17671): a Transformer++, and a memory beside a window of its attention (`training.init_from`)
     "transformer_small": small("titans", ("attention",)),  # 1,770,752 parameters
     "retrofit_small": small("titans", ("retrofit",)),  # 2,577,208 parameters

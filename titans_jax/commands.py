@@ -9,10 +9,8 @@ import importlib
 import json
 import logging
 import os
-import re
 import sys
 import textwrap
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -236,67 +234,9 @@ def compile_(arguments: list[str]) -> None:
 def models(arguments: list[str]) -> None:
     """titans models"""
     _no_arguments("titans models", arguments, "Every memory rule by name: what it is made of, and its floats of state.")
-    from rich import box
-    from rich.console import Console
-    from rich.table import Column, Table
+    from titans_jax.models.rules_table import print_rules
 
-    from titans_jax.memory import FORMS, choose_form
-    from titans_jax.memory.caching import AGGREGATIONS
-    from titans_jax.memory.rule.presets import PRESETS, state_floats
-    from titans_jax.ops.backend import TPU
-
-    head_dim = 64
-    # 80 columns hold the five with nothing to spare but a line between them.
-    names = Column("preset", min_width=max(map(len, PRESETS)))
-    table = Table(names, "memory", "bias", "retention", "algorithm", box=box.MINIMAL, padding=0, show_edge=False)
-    table.show_lines, forms = True, {}
-    for name, preset in PRESETS.items():
-        rule, gates = preset.make(), preset.gates
-        forms.setdefault(choose_form("auto", rule, gates.example(rule), TPU), []).append(name)
-        retention = [_gate(gates.retention)] * (gates.retention != "keep")
-        retention += ["with its keys"] * gates.rotated_keys
-        retention += [f"{side} channels" for side in ("key", "value") if getattr(gates, side)]
-        table.add_row(
-            f"{name}\n{state_floats(rule, head_dim):,} floats" + ", exact" * rule.exact,
-            "\n".join(_words(rule.architecture)),
-            "\n".join(_words(rule.bias)),
-            "\n".join([*_words(rule.retention), *retention]) if retention else "none",
-            "\n".join(_words(rule.algorithm)),
-        )
-    console = Console()
-    console.print(table)
-    console.print(
-        f"\nfloats: what a head of width {head_dim} carries from token to token. exact: every form gives the "
-        "token-by-token rule; the others give that of chunks. Below a retention, its gates: one a matrix, or of "
-        f"channels. Forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}; what auto is on "
-        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}. Any of them but "
-        "mamba3_mimo can be read together with what it was at the ends of earlier segments (model.memory.caching: "
-        f"{', '.join(AGGREGATIONS)}), all or logarithmically many (model.memory.cache_segmentation). Any that has "
-        "chunks can be the global memory, with local ones that restart every shard (TNT; model.memory.local_chunks)."
-    )
-
-
-def _words(choice: Any) -> list[str]:
-    """A choice of a rule in words: its name, and its fields that are not at their defaults."""
-    words = [re.sub("(?<=[a-z])(?=[A-Z])", " ", type(choice).__name__).lower()]
-    for f in dataclasses.fields(choice):
-        value = getattr(choice, f.name)
-        if value != f.default:
-            words.append((f.name if value is True else f"{f.name} {value}").replace("_", " "))
-    return words
-
-
-def _gate(gate: Any) -> str:
-    """The word for a gate; one that a preset brings along has none."""
-    return gate if isinstance(gate, str) else "its own gate"
-
-
-def _names(some: list[str], every: Collection[str]) -> str:
-    """These names, or the fewer that are not among them."""
-    others = [name for name in every if name not in some]
-    if len(some) <= len(others):
-        return ", ".join(some)
-    return f"all but {', '.join(others)}" if others else "all"
+    print_rules()
 
 
 def configs(arguments: list[str]) -> None:

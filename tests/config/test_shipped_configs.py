@@ -54,6 +54,7 @@ def test_all_are_there():
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
     others = {"quickstart", "gated_deltanet_h2_small", "hope_attention_small", "memory_caching_small"}
     others |= {"tnt_small", "tnt_150m", "transformer_small", "retrofit_small"}
+    others |= {"log_linear_mamba2_small", "log_linear_gated_deltanet_small"}
     assert set(CONFIGS) == titans | miras | atlas | hope | lact | baselines | rest | others
     assert (len(titans), len(miras), len(rest)) == (25, 24, 16 + len(AFTER))
     assert set(CONFIGS) == {*STATED, "quickstart"}

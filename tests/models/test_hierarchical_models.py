@@ -12,7 +12,7 @@ from flax import nnx
 from test_packed_documents import assert_documents_alone, pack
 from test_streaming import read_in_pieces
 
-from titans_jax.config import Config, ConfigError, DataConfig, TrainingConfig
+from titans_jax.config import Config, ConfigError, DataConfig, TrainingConfig, gate_choices
 from titans_jax.config.validate import validate
 from titans_jax.models import LanguageModel, check_model, forward_flops_per_token, granularity
 from titans_jax.models.flops import memory_flops
@@ -63,6 +63,14 @@ def test_packed_documents_equal_documents_alone(kind):
 def test_documents_start_with_a_shard_and_with_a_chunk():
     assert granularity(hierarchy("lmm", memory={"shard": 16})) == 16
     assert granularity(hierarchy("lmm", memory={"chunk_size": 32})) == 32
+
+
+def test_a_long_chunk_of_the_global_memory_is_kept_as_a_whole():
+    """1/e of it at first, and never for longer than by a memory without local ones."""
+    for chunk, kept in ((2048, np.exp(-1)), (8, (1 - 1 / (1 + np.exp(5))) ** 8)):
+        choices = gate_choices(hierarchy("lmm", memory={"chunk_size": chunk}).memory)
+        forgotten = 1 / (1 + np.exp(-choices.forget_bias))
+        assert (1 - forgotten) ** chunk == pytest.approx(kept, rel=1e-3)
 
 
 def test_operations_are_counted():

@@ -4,6 +4,7 @@ from titans_jax.config.extensions import import_extensions, import_file
 from titans_jax.config.memory_config import MemoryConfig
 from titans_jax.config.rules import (
     cache_aggregation,
+    check_levels,
     gate_choices,
     local_memories,
     memory_rule,
@@ -45,6 +46,7 @@ __all__ = [
     "ProfileConfig",
     "TrainingConfig",
     "cache_aggregation",
+    "check_levels",
     "local_memories",
     "did_you_mean",
     "from_dict",

@@ -6,6 +6,7 @@ jax is imported by the first call, so that a configuration is read, and help giv
 import ast
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,7 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     Raises:
       ConfigError: there is no such preset, or its gates cannot be changed as the other fields say.
     """
-    from titans_jax.memory.rule.gate_choices import FORGET_BIAS, OPEN_BIAS
+    from titans_jax.memory.rule.gate_choices import OPEN_BIAS
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
     steep = rule.algorithm.has_momentum or rule.retention.positive
@@ -54,8 +55,10 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     to_start = rule.forget_to_start
     if config.forget_bias is not None:
         changed["forget_bias"] = config.forget_bias
-    elif to_start:  # what a stale memory forgets at once, nobody has read
-        changed["forget_bias"] = FORGET_BIAS if rule.stale else OPEN_BIAS
+    elif to_start:
+        # What a stale memory forgets within its chunk, nobody has read: of a long one it keeps 1/e.
+        slow = -math.log(max(rule.chunk_size - 1, 1)) if rule.stale else OPEN_BIAS
+        changed["forget_bias"] = min(OPEN_BIAS, slow)
     if gates.rotated_keys and config.forget == "never":
         raise ConfigError(f"model.memory.forget is never; {config.preset} forgets by what turns its keys: use auto")
     keeps = (gates.retention, gates.key, gates.value) == ("keep", None, None)
@@ -213,6 +216,31 @@ def local_memories(config: MemoryConfig) -> tuple[MemoryConfig, ...]:
             f"as {chunk_size}"
         )
     return tuple(dataclasses.replace(config, local_chunks=(), chunk_size=chunk) for chunk in chunks)
+
+
+def check_levels(config: MemoryConfig) -> None:
+    """Refuse parts of a memory that does not fall into any (`log_linear_levels`).
+
+    Raises:
+      ConfigError: they are fewer than none or more than positions have bits, the memory is not linear in one value a
+        token, or is kept or local too.
+    """
+    from titans_jax.memory.log_linear import MOST_LEVELS, splits_into_levels
+
+    levels = f"model.memory.log_linear_levels is {config.log_linear_levels}"
+    if not 0 <= config.log_linear_levels <= MOST_LEVELS:
+        raise ConfigError(f"{levels}; use 0 to {MOST_LEVELS}, 11 for texts of 1,024 tokens")
+    if not config.log_linear_levels:
+        return
+    gates, rule = gate_choices(config), memory_rule(config)
+    if not splits_into_levels(rule) or gates.value_gate or "value" in gates.step_sides:
+        raise ConfigError(
+            f"{levels}, and what {config.preset} holds is no sum over its tokens' values, one a token, without chunks, "
+            "forgotten whole; use 0, or a preset such as gated_deltanet, mamba2 or gla"
+        )
+    if config.caching is not None or config.local_chunks:
+        other = "local_chunks" if config.local_chunks else "caching"
+        raise ConfigError(f"{levels}, and model.memory.{other} {getattr(config, other)!r}; use one of them")
 
 
 def step_size_bound(model: ModelConfig) -> float:

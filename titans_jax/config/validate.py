@@ -17,6 +17,7 @@ from titans_jax.config import (
     ModelConfig,
     ProcessesConfig,
     cache_aggregation,
+    check_levels,
     did_you_mean,
     gate_choices,
     import_extensions,
@@ -158,6 +159,7 @@ def _validate_model(model: ModelConfig) -> None:
     cache_aggregation(model.memory)
     _validate_continuum(model.memory.continuum_chunks)
     local_memories(model.memory)
+    check_levels(model.memory)
 
 
 def _validate_continuum(chunks: tuple[int, ...]) -> None:

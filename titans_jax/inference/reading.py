@@ -54,6 +54,7 @@ LATER = {
     "memory.start": None,
     "memory.tie_keys": False,
     "memory.skip_projection": False,
+    "memory.log_linear_levels": 0,
 }
 """Fields of the model's configuration that came after the first memory files, and the values with which a model is
 what it was without them: so a file of before is still one of the same model."""

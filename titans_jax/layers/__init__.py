@@ -7,6 +7,7 @@ from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.hierarchical_memory import HierarchicalMemory
+from titans_jax.layers.log_linear_memory import LogLinearMemory
 from titans_jax.layers.memory_layer import memory_layer
 from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.layers.norms import RMSNorm
@@ -21,6 +22,7 @@ __all__ = [
     "FeedForward",
     "GatedMerge",
     "HierarchicalMemory",
+    "LogLinearMemory",
     "NeuralMemory",
     "PersistentTokens",
     "RMSNorm",

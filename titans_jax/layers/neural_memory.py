@@ -80,11 +80,12 @@ class NeuralMemory(HeadReads):
     that no gradient reaches, or zero.
 
     caches: whether what the memory was is kept and read too, which `CachedMemory` does. hierarchical: whether there are
-    local memories too, which `HierarchicalMemory` has.
+    local memories too, which `HierarchicalMemory` has. levelled: whether it is kept in parts, as by `LogLinearMemory`.
     """
 
     caches = False
     hierarchical = False
+    levelled = False
     tied = False
     """Whether a token's key is the query of the token before (`tie_keys`)."""
 
@@ -98,6 +99,11 @@ class NeuralMemory(HeadReads):
             raise ConfigError(
                 f"model.memory.local_chunks is {config.memory.local_chunks}, and a NeuralMemory has no local memories; "
                 "use (), or the layer that `layers.memory_layer` makes"
+            )
+        if config.memory.log_linear_levels and not self.levelled:
+            raise ConfigError(
+                f"model.memory.log_linear_levels is {config.memory.log_linear_levels}, and a NeuralMemory has "
+                "no parts; use 0, or the layer that `layers.memory_layer` makes"
             )
         choices, rule = gate_choices(config.memory), memory_rule(config.memory)
         copies, rank = choices.projected_steps(rule), choices.key_rank(rule)
@@ -365,8 +371,7 @@ class NeuralMemory(HeadReads):
             )
             return reads, at(state, None), surprise
 
-        gate_axes = dataclasses.replace(jax.tree.map(lambda _: 1, inputs.gates), mask=None)
-        heads = jax.vmap(one, in_axes=(None, 0, 0, HeadInputs(1, 1, 1, gate_axes, None), 0), out_axes=(1, 0, 1))
+        heads = jax.vmap(one, in_axes=(None, 0, 0, head_axes(inputs), 0), out_axes=(1, 0, 1))
         rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
         # One copy a row: gradients of what rows share would be summed over them, and over the devices that hold them,
         # at every chunk of the scan.
@@ -385,8 +390,14 @@ class NeuralMemory(HeadReads):
         )
 
 
-def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
-    """`rows` of `_memorize` on every device for its own rows and heads."""
+def head_axes(inputs: HeadInputs) -> HeadInputs:
+    """Which axis of a row's inputs is that of heads."""
+    gates = dataclasses.replace(jax.tree.map(lambda _: 1, inputs.gates), mask=None)
+    return HeadInputs(1, 1, 1, gates, None)
+
+
+def per_device(rows: Callable, batch: int, gates: memory.Gates, levelled: bool = False) -> Callable:
+    """`rows` of `_memorize` on every device for its own rows and heads; levelled: those of `LogLinearMemory`."""
     across = batch_axes(batch)  # None for the persistent tokens: one row, read by all
     by_head, by_token = PartitionSpec(across, HEADS), PartitionSpec(across, None, HEADS)
     gates = dataclasses.replace(
@@ -396,11 +407,13 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
     def sharded(position: int | jax.Array, *arguments: Any) -> Any:
         static = isinstance(position, int)
         inputs = HeadInputs(by_token, by_token, by_token, gates, PartitionSpec(across))
-        specs = (by_head, by_head, inputs, by_head)
+        specs, results = (by_head, by_head, inputs, by_head), (by_token, by_head, by_token)
+        if levelled:  # scales and positions, and no surprise
+            specs, results = (*specs, by_token, PartitionSpec(across)), results[:2]
         return on_devices(
             functools.partial(rows, position) if static else rows,
             specs if static else (PartitionSpec(), *specs),
-            (by_token, by_head, by_token),
+            results,
         )(*(() if static else (position,)), *arguments)
 
     return sharded

@@ -59,7 +59,8 @@ def persistent_flops(model: ModelConfig) -> int:
 
 
 def memory_layer_flops(model: ModelConfig) -> float:
-    """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads, local ones too."""
+    """Queries, keys, values, output gate and output; convolutions; gates; the memories of all heads, local ones
+    and parts too."""
     rule, choices = memory_rule(model.memory), gate_choices(model.memory)
     steps, rank = choices.projected_steps(rule), choices.key_rank(rule)
     inputs = rank + steps * (rank + 1)  # queries, and keys and values of every inner step
@@ -67,7 +68,8 @@ def memory_layer_flops(model: ModelConfig) -> float:
     projections = (inputs + 2) * projection_flops(model)
     convolutions = inputs * 2 * model.conv_size * model.dim
     ranks = 4 * rank**2 * model.dim * (rank > 1)  # what is read of the writes of the other ranks
-    return projections + convolutions + ranks + gated_memory_flops(model) + local_flops(model)
+    memories = gated_memory_flops(model) + local_flops(model) + level_flops(model)
+    return projections + convolutions + ranks + memories
 
 
 def gated_memory_flops(model: ModelConfig) -> float:
@@ -97,6 +99,16 @@ def local_flops(model: ModelConfig) -> float:
     block = min(BLOCK, model.memory.shard)
     projection = model.num_heads * (4 * model.head_dim**2 + 4 * block * model.head_dim)
     return projection + sum(gated_memory_flops(dataclasses.replace(model, memory=each)) for each in memories)
+
+
+def level_flops(model: ModelConfig) -> float:
+    """What a memory in parts (`log_linear_levels`) takes more: one more run of it; of every part a read, and what a
+    block of head_dim tokens makes and adds; the block's own values; and the scales. 0 with one part."""
+    levels, heads = model.memory.log_linear_levels, model.num_heads
+    if not levels:
+        return 0.0
+    matrix = 2 * model.head_dim**2
+    return heads * (memory_flops(model) + (3 * levels + 1) * matrix + 2 * model.dim * (levels + 1))
 
 
 def caching_flops(model: ModelConfig, time: int) -> float:

@@ -169,7 +169,7 @@ class MAC(Block):
     @staticmethod
     def check(config: ModelConfig) -> None:
         """A segment is a whole number of the memory's chunks and longer than what is recalled for it, and no memory is
-        kept or local."""
+        kept, local or in parts."""
         if config.mac_long_term is not None and not 1 <= config.mac_long_term < config.segment:
             raise ConfigError(
                 f"model.mac_long_term is {config.mac_long_term}; use 1 to {config.segment - 1}, fewer than "
@@ -184,6 +184,11 @@ class MAC(Block):
             raise ConfigError(
                 f"model.memory.local_chunks is {config.memory.local_chunks}, which mac does not do, as its attention "
                 "reads the memory of every segment's start; use (), or a pattern of lmm, mag or mal"
+            )
+        if config.memory.log_linear_levels:
+            raise ConfigError(
+                f"model.memory.log_linear_levels is {config.memory.log_linear_levels}, which mac does not do, as its "
+                "attention reads the memory of every segment's start; use 0, or a pattern of lmm, mag or mal"
             )
         rank = gate_choices(config.memory).key_rank(memory_rule(config.memory))
         if rank > 1:

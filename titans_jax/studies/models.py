@@ -15,6 +15,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, did_you_me
 from titans_jax.layers.cached_memory import CachedMemoryState
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.memory import MemoryState
+from titans_jax.memory.log_linear import Levels
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.models import BLOCKS, has_memory
 from titans_jax.training.run import abstract_model, count_params, with_parameters
@@ -99,8 +100,8 @@ def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
 
 
 def state_floats(model: ModelConfig, sequence_length: int) -> int:
-    """Floats that a layer carries from token to token for one sequence: its memories, those that are kept or local too,
-    or the cache of attention.
+    """Floats that a layer carries from token to token for one sequence: its memories, those that are kept or local, and
+    their parts too, or the cache of attention.
 
     Not counted: the last inputs of the convolutions, the same for all memories; the open chunk's keys, where steps are
     shared; the anchor of a memory whose every token is a chunk, which is its weights once more; and what blocks with
@@ -113,13 +114,18 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
         memories = [memory for memory in jax.tree.leaves(state, is_leaf=_is_memory) if _is_memory(memory)]
         if memory_rule(model.memory).chunk_size == 1:
             memories = [dataclasses.replace(memory, anchor=()) for memory in memories]
-        state = memories, kept
+        parts = [levels.parts for levels in jax.tree.leaves(state, is_leaf=_is_parts) if _is_parts(levels)]
+        state = memories, kept, parts
     floats = [x.size for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(floats) // model.depth
 
 
 def _is_memory(leaf: object) -> bool:
     return isinstance(leaf, MemoryState)
+
+
+def _is_parts(leaf: object) -> bool:
+    return isinstance(leaf, Levels)
 
 
 def _is_cached(leaf: object) -> bool:

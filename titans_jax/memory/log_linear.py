@@ -1,0 +1,212 @@
+"""Log-linear attention (arXiv 2506.04761): a linear memory kept in parts, by how long ago they were written.
+
+    y_t = sum_l scale_t,l q_t W_t,l ,   W_t,l what the tokens of level l have written
+
+Level 0 is token t itself. Of the tokens before it, level l has those whose numbers, counted from the document's start,
+first differ from t's in bit l - 1: the pieces that t's binary expansion cuts them into, each 1, 2, 4, .. tokens long (a
+Fenwick tree). The last level has all that are older, too. Every part goes through what every token does to a memory,
+forgetting and the delta rule's erasing, so that with scales of 1 they sum to what the memory without levels reads.
+
+A memory that starts from zero is linear in its values. So `memorize` itself says what a block of tokens does to any
+values, when it is given one-hot ones, and to any memory, when it is given the identity: in any form, for all blocks at
+once. What is left is a scan over blocks with a few products for all levels.
+
+Shapes, one head of one sequence: t time, c tokens of a block, d head_dim, k levels but level 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from titans_jax.memory.gates import Gates
+from titans_jax.memory.interface import memorize
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.memory.state import MemoryState, Params
+from titans_jax.ops.matmul import to_state_dtype
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+
+
+MOST_LEVELS = 31
+"""Positions are int32."""
+
+
+class Levels(NamedTuple):
+    """A memory in parts. parts: what the tokens of levels 1 to k have written, [k, in, out], float32 (float64 when the
+    inputs are). position: how many tokens of the document were read, int32 or a Python int."""
+
+    parts: Float[Array, "k d d"]
+    position: int | Int[Array, ""]
+
+
+class Block(NamedTuple):
+    """What the tokens of a block do: they read q W + e V and leave p W + n V, for values V [c, d] and what was before
+    them W [d, d]. Where documents start in the block, W is for their tokens what a document starts with.
+
+    q [c, d], e [c, c], p [d, d], n [d, c].
+    """
+
+    q: jax.Array
+    e: jax.Array
+    p: jax.Array
+    n: jax.Array
+
+
+def splits_into_levels(rule: MemoryRule) -> bool:
+    """Whether the rule's memory is linear in its values, one a token, each of which is a chunk, and has no other
+    state."""
+    algorithm = rule.algorithm
+    plain = rule.architecture.linear and rule.bias.affine and rule.retention.linear and rule.chunk_size == 1
+    alone = algorithm.steps == 1 and not algorithm.has_momentum and not algorithm.keeps_statistics
+    return plain and alone and not rule.learned_start
+
+
+def memorize_levels(
+    rule: MemoryRule,
+    params: Params,
+    state: Levels,
+    queries: Float[Array, "time head_dim"],
+    keys: Float[Array, "time head_dim"],
+    values: Float[Array, "time head_dim"],
+    gates: Gates,
+    scales: Float[Array, "time levels"],
+    form: str = "auto",
+    *,
+    resets: Bool[Array, " time"] | None = None,
+    positions: Int[Array, " time"] | None = None,
+    start: Levels | None = None,
+    rematerialised: bool = False,
+) -> tuple[Float[Array, "time head_dim"], Levels]:
+    """Write every token and read after each write, every level by its scale.
+
+    rule, params, queries, keys, values, gates, form, rematerialised: as of `memorize`, of a rule that
+      `splits_into_levels`, without gates of the values' channels.
+    scales: of the levels 0 to k, [time, k + 1].
+    resets: bool [time], True at a document's first token, before which the state becomes `start` (None: empty, at
+      position 0).
+    positions: int32 [time], how many tokens of its document are before each, those of `start` included; None counts on
+      from the state, and is for tokens without resets.
+
+    Returns (reads [time, head_dim] in the state's dtype, state after the last token). Splitting a sequence anywhere and
+    passing the state on changes nothing.
+    """
+    time, head_dim = queries.shape
+    if positions is None:
+        positions = state.position + jnp.arange(time, dtype=jnp.int32)
+    if start is None:
+        start = Levels(jnp.zeros_like(state.parts), 0)
+
+    def step(state: Levels, block: tuple) -> tuple[Levels, jax.Array]:
+        return _read_and_write(state, start, *block)
+
+    tokens, state, reads = (queries, keys, values, gates, resets), _as_arrays(state), []
+    whole = time // head_dim * head_dim
+    for first, last in ((0, whole), (whole, time)):
+        if first == last:
+            continue
+        size = min(head_dim, last - first)
+        cut = functools.partial(_in_blocks, first=first, last=last, size=size)
+        blocks = jax.vmap(lambda *tokens: _block(rule, params, *tokens, form, rematerialised))(*map(cut, tokens))
+        others = (to_state_dtype(values), resets, scales, positions)
+        state, found = jax.lax.scan(step, state, (blocks, *map(cut, others)))
+        reads.append(found.reshape(last - first, head_dim))
+    return jnp.concatenate(reads), state
+
+
+def _in_blocks(leaves: Any, first: int, last: int, size: int) -> Any:
+    """Tokens first to last - 1 of arrays [time, ...] as [blocks, size, ...]."""
+    return jax.tree.map(lambda leaf: leaf[first:last].reshape(-1, size, *leaf.shape[1:]), leaves)
+
+
+def _block(
+    rule: MemoryRule,
+    params: Params,
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    gates: Gates,
+    resets: jax.Array | None,
+    form: str,
+    rematerialised: bool,
+) -> Block:
+    """What these tokens do, head_dim of them at most, whatever their values."""
+    tokens, head_dim = values.shape
+    dtype = params["weights"][0].dtype
+
+    def run(weight: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = MemoryState((weight,), (), (weight,), 0)
+        options = {"resets": resets, "initial_state": state, "return_anchor": False, "rematerialised": rematerialised}
+        reads, after = memorize(rule, params, state, queries, keys, values, gates, form, **options)
+        return reads, after.weights[0]
+
+    one_hot, none = jnp.eye(tokens, head_dim, dtype=values.dtype), jnp.zeros((head_dim, head_dim), dtype)
+    weights, asked = (none, jnp.eye(head_dim, dtype=dtype)), (one_hot, jnp.zeros_like(one_hot))
+    (e, q), (n, p) = jax.vmap(run)(jnp.stack(weights), jnp.stack(asked))
+    return Block(q, e[:, :tokens], p, n[:, :tokens])
+
+
+def _read_and_write(
+    state: Levels,
+    start: Levels,
+    block: Block,
+    values: jax.Array,
+    resets: jax.Array | None,
+    scales: jax.Array,
+    positions: jax.Array,
+) -> tuple[Levels, jax.Array]:
+    """Reads [c, d] of a block's tokens, and the state after them."""
+    count = len(state.parts)
+    levels = jnp.minimum(first_difference(positions[:, None], positions[None]), count)
+    reads = (block.e * _scale_of(scales, levels)) @ values
+
+    def of_parts(before: Levels) -> jax.Array:
+        # Tokens after the position that parts were cut for see them in the same pieces, or in larger ones.
+        seen = _later(count, first_difference(positions, before.position))
+        weighed = _scale_of(scales, seen)[..., None] * block.q[:, None]
+        return weighed.reshape(len(values), -1) @ before.parts.reshape(-1, values.shape[-1])
+
+    before = state
+    if resets is None:
+        reads += of_parts(state)
+    else:
+        inside = jnp.cumsum(resets) > 0
+        reads += jnp.where(inside[:, None], of_parts(start), of_parts(state))
+        before = jax.tree.map(lambda new, old: jnp.where(inside[-1], new, old), _as_arrays(start), state)
+    now = positions[-1] + 1
+    slots = jnp.arange(1, count + 1, dtype=jnp.int32)[:, None]
+    moved = slots == _later(count, first_difference(now, before.position))[None]
+    own = slots == jnp.minimum(first_difference(positions, now), count)[None]
+    dtype = values.dtype
+    parts = jnp.tensordot(moved.astype(dtype), jnp.einsum("de,kef->kdf", block.p, before.parts), 1)
+    parts += (own.astype(dtype)[:, None] * block.n[None]) @ values[None]
+    return Levels(parts, now), reads
+
+
+def first_difference(one: jax.Array, other: jax.Array | int) -> jax.Array:
+    """How many bits are needed up to the highest that two numbers, int32 and not negative, differ in; 0 of equal
+    ones."""
+    return 32 - jax.lax.clz(jnp.asarray(one ^ other, jnp.int32))
+
+
+def _later(count: int, difference: jax.Array) -> jax.Array:
+    """The levels [.., k] that the parts of levels 1 to k are of for tokens whose positions [..] first differ so far up
+    from the one that the parts were cut for."""
+    before = jnp.arange(1, count + 1, dtype=jnp.int32)
+    return jnp.minimum(jnp.maximum(jnp.broadcast_to(before, (*difference.shape, count)), difference[..., None]), count)
+
+
+def _scale_of(scales: jax.Array, levels: jax.Array) -> jax.Array:
+    """scales[t, levels[t, ..]] of scales [c, levels], levels [c, any]: a choice among few, without a gather."""
+    found = jnp.zeros(levels.shape, scales.dtype)
+    for level in range(scales.shape[1]):
+        found = jnp.where(levels == level, scales[:, level, None], found)
+    return found
+
+
+def _as_arrays(state: Levels) -> Levels:
+    return state._replace(position=jnp.asarray(state.position, jnp.int32))

@@ -1,0 +1,88 @@
+"""What `titans models` prints: every memory rule by name, what it is made of, and how it can be kept and run."""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Collection
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from titans_jax.config import ConfigError, MemoryConfig, cache_aggregation, check_levels
+from titans_jax.memory import FORMS, choose_form
+from titans_jax.memory.caching import AGGREGATIONS
+from titans_jax.memory.rule.presets import PRESETS, state_floats
+from titans_jax.ops.backend import TPU
+
+HEAD_DIM = 64
+"""The width of a head whose floats are counted."""
+
+
+def print_rules() -> None:
+    """Print the table."""
+    # 80 columns hold the five with nothing to spare but a line between them.
+    names = Column("preset", min_width=max(map(len, PRESETS)))
+    table = Table(names, "memory", "bias", "retention", "algorithm", box=box.MINIMAL, padding=0, show_edge=False)
+    table.show_lines, forms = True, {}
+    for name, preset in PRESETS.items():
+        rule, gates = preset.make(), preset.gates
+        forms.setdefault(choose_form("auto", rule, gates.example(rule), TPU), []).append(name)
+        retention = [_gate(gates.retention)] * (gates.retention != "keep")
+        retention += ["with its keys"] * gates.rotated_keys
+        retention += [f"{side} channels" for side in ("key", "value") if getattr(gates, side)]
+        table.add_row(
+            f"{name}\n{state_floats(rule, HEAD_DIM):,} floats" + ", exact" * rule.exact,
+            "\n".join(_words(rule.architecture)),
+            "\n".join(_words(rule.bias)),
+            "\n".join([*_words(rule.retention), *retention]) if retention else "none",
+            "\n".join(_words(rule.algorithm)),
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"\nfloats: what a head of width {HEAD_DIM} carries from token to token. exact: every form gives the "
+        "token-by-token rule; the others give that of chunks. Below a retention, its gates: one a matrix, or of "
+        f"channels. Forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}; what auto is on "
+        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}. "
+        "Read together with what it was at the ends of earlier segments, all or logarithmically many "
+        f"(model.memory.caching: {', '.join(AGGREGATIONS)}; model.memory.cache_segmentation), can be: "
+        f"{_able(cache_aggregation, caching='average')}. Any that has "
+        "chunks can be the global memory, with local ones that restart every shard (TNT; model.memory.local_chunks). "
+        "Kept in parts by how long ago they were written (log-linear attention; model.memory.log_linear_levels): "
+        f"{_able(check_levels, log_linear_levels=1)}."
+    )
+
+
+def _words(choice: Any) -> list[str]:
+    """A choice of a rule in words: its name, and its fields that are not at their defaults."""
+    words = [re.sub("(?<=[a-z])(?=[A-Z])", " ", type(choice).__name__).lower()]
+    for f in dataclasses.fields(choice):
+        value = getattr(choice, f.name)
+        if value != f.default:
+            words.append((f.name if value is True else f"{f.name} {value}").replace("_", " "))
+    return words
+
+
+def _gate(gate: Any) -> str:
+    """The word for a gate; one that a preset brings along has none."""
+    return gate if isinstance(gate, str) else "its own gate"
+
+
+def _able(check: Callable[[MemoryConfig], object], **fields: Any) -> str:
+    """The names of the presets that a check does not refuse with these fields of the memory."""
+    able = []
+    for name in PRESETS:
+        with contextlib.suppress(ConfigError):
+            check(MemoryConfig(preset=name, **fields))
+            able.append(name)
+    return _names(able, PRESETS)
+
+
+def _names(some: list[str], every: Collection[str]) -> str:
+    """These names, or the fewer that are not among them."""
+    others = [name for name in every if name not in some]
+    if len(some) <= len(others):
+        return ", ".join(some)
+    return f"all but {', '.join(others)}" if others else "all"
