@@ -26,7 +26,7 @@ from titans_jax.memory.gates import Gates
 from titans_jax.memory.interface import memorize
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params
-from titans_jax.ops.matmul import to_state_dtype
+from titans_jax.ops.matmul import matmul, matmul_three_pass
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -101,10 +101,14 @@ def memorize_levels(
     if start is None:
         start = Levels(jnp.zeros_like(state.parts), 0)
 
-    def step(state: Levels, block: tuple) -> tuple[Levels, jax.Array]:
-        return _read_and_write(state, start, *block)
+    dtype = queries.dtype
 
-    tokens, state, reads = (queries, keys, values, gates, resets), _as_arrays(state), []
+    def step(state: Levels, block: tuple) -> tuple[Levels, jax.Array]:
+        return _read_and_write(state, start, *block, dtype)
+
+    step = jax.checkpoint(step, prevent_cse=False)
+    start, state = _side_by_side(start), _side_by_side(state)
+    tokens, reads = (queries, keys, values, gates, resets), []
     whole = time // head_dim * head_dim
     for first, last in ((0, whole), (whole, time)):
         if first == last:
@@ -112,10 +116,10 @@ def memorize_levels(
         size = min(head_dim, last - first)
         cut = functools.partial(_in_blocks, first=first, last=last, size=size)
         blocks = jax.vmap(lambda *tokens: _block(rule, params, *tokens, form, rematerialised))(*map(cut, tokens))
-        others = (to_state_dtype(values), resets, scales, positions)
+        others = (values, resets, scales, positions)
         state, found = jax.lax.scan(step, state, (blocks, *map(cut, others)))
         reads.append(found.reshape(last - first, head_dim))
-    return jnp.concatenate(reads), state
+    return jnp.concatenate(reads), state._replace(parts=jnp.moveaxis(state.parts, 1, 0))
 
 
 def _in_blocks(leaves: Any, first: int, last: int, size: int) -> Any:
@@ -150,6 +154,11 @@ def _block(
     return Block(q, e[:, :tokens], p, n[:, :tokens])
 
 
+def _side_by_side(state: Levels) -> Levels:
+    """Parts side by side, [in, k, out], as one product reads and moves them all."""
+    return Levels(jnp.moveaxis(state.parts, 0, 1), jnp.asarray(state.position, jnp.int32))
+
+
 def _read_and_write(
     state: Levels,
     start: Levels,
@@ -158,17 +167,18 @@ def _read_and_write(
     resets: jax.Array | None,
     scales: jax.Array,
     positions: jax.Array,
+    operand_dtype: Any,
 ) -> tuple[Levels, jax.Array]:
-    """Reads [c, d] of a block's tokens, and the state after them."""
-    count = len(state.parts)
+    """Reads [c, d] of a block's tokens, and the state after them; parts lie side by side."""
+    width, count, _ = state.parts.shape
     levels = jnp.minimum(first_difference(positions[:, None], positions[None]), count)
-    reads = (block.e * _scale_of(scales, levels)) @ values
+    reads = matmul(block.e * _scale_of(scales, levels), values, operand_dtype)
 
     def of_parts(before: Levels) -> jax.Array:
-        # Tokens after the position that parts were cut for see them in the same pieces, or in larger ones.
-        seen = _later(count, first_difference(positions, before.position))
-        weighed = _scale_of(scales, seen)[..., None] * block.q[:, None]
-        return weighed.reshape(len(values), -1) @ before.parts.reshape(-1, values.shape[-1])
+        found = matmul(block.q, before.parts.reshape(width, -1), operand_dtype).reshape(-1, count, width)
+        # Behind the position that parts were cut for, tokens see them in the same pieces, or in larger ones.
+        seen = jnp.maximum(_levels(count)[None], first_difference(positions, before.position)[:, None])
+        return jnp.sum(found * _scale_of(scales, jnp.minimum(seen, count))[..., None], axis=1)
 
     before = state
     if resets is None:
@@ -176,15 +186,16 @@ def _read_and_write(
     else:
         inside = jnp.cumsum(resets) > 0
         reads += jnp.where(inside[:, None], of_parts(start), of_parts(state))
-        before = jax.tree.map(lambda new, old: jnp.where(inside[-1], new, old), _as_arrays(start), state)
+        before = jax.tree.map(lambda new, old: jnp.where(inside[-1], new, old), start, state)
     now = positions[-1] + 1
-    slots = jnp.arange(1, count + 1, dtype=jnp.int32)[:, None]
-    moved = slots == _later(count, first_difference(now, before.position))[None]
-    own = slots == jnp.minimum(first_difference(positions, now), count)[None]
-    dtype = values.dtype
-    parts = jnp.tensordot(moved.astype(dtype), jnp.einsum("de,kef->kdf", block.p, before.parts), 1)
-    parts += (own.astype(dtype)[:, None] * block.n[None]) @ values[None]
-    return Levels(parts, now), reads
+    # Three passes: a state that is rounded with every block would forget by that.
+    parts = matmul_three_pass(block.p, before.parts.reshape(width, -1), operand_dtype).reshape(before.parts.shape)
+    last, level = jnp.minimum(first_difference(now, before.position), count), _levels(count)[None, :, None]
+    joined = jnp.sum(jnp.where(level <= last, parts, 0), axis=1, keepdims=True)
+    parts = jnp.where(level < last, 0, jnp.where(level == last, joined, parts))
+    written = jnp.minimum(first_difference(positions, now), count)[:, None, None] == level
+    new = matmul(block.n, jnp.where(written, values[:, None], 0).reshape(len(values), -1), operand_dtype)
+    return Levels(parts + new.reshape(parts.shape), now), reads
 
 
 def first_difference(one: jax.Array, other: jax.Array | int) -> jax.Array:
@@ -193,11 +204,8 @@ def first_difference(one: jax.Array, other: jax.Array | int) -> jax.Array:
     return 32 - jax.lax.clz(jnp.asarray(one ^ other, jnp.int32))
 
 
-def _later(count: int, difference: jax.Array) -> jax.Array:
-    """The levels [.., k] that the parts of levels 1 to k are of for tokens whose positions [..] first differ so far up
-    from the one that the parts were cut for."""
-    before = jnp.arange(1, count + 1, dtype=jnp.int32)
-    return jnp.minimum(jnp.maximum(jnp.broadcast_to(before, (*difference.shape, count)), difference[..., None]), count)
+def _levels(count: int) -> jax.Array:
+    return jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
 def _scale_of(scales: jax.Array, levels: jax.Array) -> jax.Array:
@@ -206,7 +214,3 @@ def _scale_of(scales: jax.Array, levels: jax.Array) -> jax.Array:
     for level in range(scales.shape[1]):
         found = jnp.where(levels == level, scales[:, level, None], found)
     return found
-
-
-def _as_arrays(state: Levels) -> Levels:
-    return state._replace(position=jnp.asarray(state.position, jnp.int32))
