@@ -102,7 +102,8 @@ class LogLinearMemory(NeuralMemory):
         """`memorize_levels` for a batch of heads."""
         batch, time = inputs.queries.shape[:2]
         form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, inputs.gates)
-        first = None if start is None else start.memory
+        # Without persistent tokens a document starts with nothing.
+        first = None if start is None or start.memory.position == 0 else start.memory
 
         def one(position, params, parts, inputs: HeadInputs, begin, scales, positions):
             reads, after = memorize_levels(

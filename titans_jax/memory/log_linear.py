@@ -98,8 +98,6 @@ def memorize_levels(
     time, head_dim = queries.shape
     if positions is None:
         positions = state.position + jnp.arange(time, dtype=jnp.int32)
-    if start is None:
-        start = Levels(jnp.zeros_like(state.parts), 0)
 
     dtype = queries.dtype
 
@@ -107,7 +105,7 @@ def memorize_levels(
         return _read_and_write(state, start, *block, dtype)
 
     step = jax.checkpoint(step, prevent_cse=False)
-    start, state = _side_by_side(start), _side_by_side(state)
+    state = Levels(state.parts, jnp.asarray(state.position, jnp.int32))
     tokens, reads = (queries, keys, values, gates, resets), []
     whole = time // head_dim * head_dim
     for first, last in ((0, whole), (whole, time)):
@@ -119,7 +117,7 @@ def memorize_levels(
         others = (values, resets, scales, positions)
         state, found = jax.lax.scan(step, state, (blocks, *map(cut, others)))
         reads.append(found.reshape(last - first, head_dim))
-    return jnp.concatenate(reads), state._replace(parts=jnp.moveaxis(state.parts, 1, 0))
+    return jnp.concatenate(reads), state
 
 
 def _in_blocks(leaves: Any, first: int, last: int, size: int) -> Any:
@@ -154,14 +152,9 @@ def _block(
     return Block(q, e[:, :tokens], p, n[:, :tokens])
 
 
-def _side_by_side(state: Levels) -> Levels:
-    """Parts side by side, [in, k, out], as one product reads and moves them all."""
-    return Levels(jnp.moveaxis(state.parts, 0, 1), jnp.asarray(state.position, jnp.int32))
-
-
 def _read_and_write(
     state: Levels,
-    start: Levels,
+    start: Levels | None,
     block: Block,
     values: jax.Array,
     resets: jax.Array | None,
@@ -169,43 +162,40 @@ def _read_and_write(
     positions: jax.Array,
     operand_dtype: Any,
 ) -> tuple[Levels, jax.Array]:
-    """Reads [c, d] of a block's tokens, and the state after them; parts lie side by side."""
-    width, count, _ = state.parts.shape
+    """Reads [c, d] of a block's tokens, and the state after them."""
+    count = len(state.parts)
+    level = jnp.arange(1, count + 1, dtype=jnp.int32)[:, None]
     levels = jnp.minimum(first_difference(positions[:, None], positions[None]), count)
     reads = matmul(block.e * _scale_of(scales, levels), values, operand_dtype)
 
     def of_parts(before: Levels) -> jax.Array:
-        found = matmul(block.q, before.parts.reshape(width, -1), operand_dtype).reshape(-1, count, width)
         # Behind the position that parts were cut for, tokens see them in the same pieces, or in larger ones.
-        seen = jnp.maximum(_levels(count)[None], first_difference(positions, before.position)[:, None])
-        return jnp.sum(found * _scale_of(scales, jnp.minimum(seen, count))[..., None], axis=1)
+        seen = jnp.minimum(jnp.maximum(level, first_difference(positions, before.position)[None]), count)
+        return jnp.sum(matmul(block.q[None], before.parts, operand_dtype) * _scale_of(scales, seen.T).T[..., None], 0)
 
     before = state
     if resets is None:
         reads += of_parts(state)
     else:
         inside = jnp.cumsum(resets) > 0
-        reads += jnp.where(inside[:, None], of_parts(start), of_parts(state))
-        before = jax.tree.map(lambda new, old: jnp.where(inside[-1], new, old), start, state)
+        reads += jnp.where(inside[:, None], 0 if start is None else of_parts(start), of_parts(state))
+        first = Levels(jnp.zeros_like(state.parts), 0) if start is None else start
+        before = jax.tree.map(lambda new, old: jnp.where(inside[-1], new, old), first, state)
     now = positions[-1] + 1
     # Three passes: a state that is rounded with every block would forget by that.
-    parts = matmul_three_pass(block.p, before.parts.reshape(width, -1), operand_dtype).reshape(before.parts.shape)
-    last, level = jnp.minimum(first_difference(now, before.position), count), _levels(count)[None, :, None]
-    joined = jnp.sum(jnp.where(level <= last, parts, 0), axis=1, keepdims=True)
+    parts = matmul_three_pass(block.p[None], before.parts, operand_dtype)
+    last, level = jnp.minimum(first_difference(now, before.position), count), level[..., None]
+    joined = jnp.sum(jnp.where(level <= last, parts, 0), axis=0, keepdims=True)
     parts = jnp.where(level < last, 0, jnp.where(level == last, joined, parts))
-    written = jnp.minimum(first_difference(positions, now), count)[:, None, None] == level
-    new = matmul(block.n, jnp.where(written, values[:, None], 0).reshape(len(values), -1), operand_dtype)
-    return Levels(parts + new.reshape(parts.shape), now), reads
+    written = jnp.minimum(first_difference(positions, now), count)[None, :, None] == level
+    parts += matmul(block.n[None], jnp.where(written, values[None], 0), operand_dtype)
+    return Levels(parts, now), reads
 
 
 def first_difference(one: jax.Array, other: jax.Array | int) -> jax.Array:
     """How many bits are needed up to the highest that two numbers, int32 and not negative, differ in; 0 of equal
     ones."""
     return 32 - jax.lax.clz(jnp.asarray(one ^ other, jnp.int32))
-
-
-def _levels(count: int) -> jax.Array:
-    return jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
 def _scale_of(scales: jax.Array, levels: jax.Array) -> jax.Array:
