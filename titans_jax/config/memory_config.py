@@ -114,8 +114,8 @@ class MemoryConfig:
     log_linear_levels: int = 0
     """Log-linear attention: keep a memory that is linear in its values in so many parts, by how long ago they were
     written: of a token's past the last 1, 2, 4, .. tokens or none of them, as the token's number is in binary, and all
-    that are older together. A token reads every part by a scale of its own. 11 are for texts of 1,024 tokens and more;
-    0 keeps one memory. For lmm, mag and mal."""
+    that are older together. A token reads every part by a scale of its own. 10 tell all pieces of 1,024 tokens
+    apart; 0 keeps one memory. For lmm, mag and mal."""
     continuum_chunks: tuple[int, ...] = (16, 64, 256)
     """Levels of the continuum memory of hope and hope_attention: the tokens after which each one changes, the fastest
     first, each a multiple of the one before. Packed documents start at multiples of the last."""

@@ -229,7 +229,7 @@ def check_levels(config: MemoryConfig) -> None:
 
     levels = f"model.memory.log_linear_levels is {config.log_linear_levels}"
     if not 0 <= config.log_linear_levels <= MOST_LEVELS:
-        raise ConfigError(f"{levels}; use 0 to {MOST_LEVELS}, 11 for texts of 1,024 tokens")
+        raise ConfigError(f"{levels}; use 0 to {MOST_LEVELS}, 10 for texts of 1,024 tokens")
     if not config.log_linear_levels:
         return
     gates, rule = gate_choices(config), memory_rule(config)

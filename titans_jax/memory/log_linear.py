@@ -98,7 +98,6 @@ def memorize_levels(
     time, head_dim = queries.shape
     if positions is None:
         positions = state.position + jnp.arange(time, dtype=jnp.int32)
-
     dtype = queries.dtype
 
     def step(state: Levels, block: tuple) -> tuple[Levels, jax.Array]:
