@@ -18,7 +18,6 @@ from titans_jax import memory
 from titans_jax.config import ModelConfig
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.memory_gates import HEAD_KERNEL
-from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.neural_memory import (
     HeadInputs,
     MemoryLayerState,
@@ -45,29 +44,21 @@ class LogLinearMemory(NeuralMemory):
         self.scale = nnx.Param(HEAD_KERNEL(rngs.params(), (config.dim, *shape), dtype))
         self.scale_bias = nnx.Param(logical(lambda: jnp.full(shape, SOFTPLUS_ONE, dtype), "heads", None)())
 
-    def memorize(
+    def head_inputs(
         self,
         x: jax.Array,
+        features: dict[str, jax.Array],
         state: MemoryLayerState,
         documents: Documents | None = None,
         start: MemoryLayerState | None = None,
         mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
-        """As of `NeuralMemory`; what the report says of errors is of the memory without levels."""
-        features, state = self.features(x, state, documents, start)
-        if not self.writes:
-            reads = self.retrieve(self._whole(state.memory).weights, features["query"])
-            return self.with_skip(reads, features["skip"]), state, {}
-        inputs, state = self.head_inputs(x, features, state, documents, start, mask)
+    ) -> tuple[HeadInputs, MemoryLayerState]:
+        """As of `NeuralMemory`, with scales and positions."""
+        inputs, state = super().head_inputs(x, features, state, documents, start, mask)
         logits = jnp.einsum("btd,dhl->bthl", x.astype(self.scale.dtype), self.scale[...])
         scales = jax.nn.softplus(logits + self.scale_bias[...][None, None]).astype(wide_dtype(self.dtype))
         positions = None if documents is None else start.memory.position + documents.positions
-        reads, after = self._memorize_levels(state.memory, inputs, scales, positions, start)
-        whole = jax.lax.stop_gradient((self._whole(state.memory), inputs))
-        first = None if start is None else self._whole(start.memory)
-        _, summed, surprise = self._memorize(*whole, first)
-        report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, summed.weights)
-        return self.with_skip(reads, features["skip"]), MemoryLayerState(after, state.tails), report
+        return inputs._replace(scales=scales, positions=positions), state
 
     def start(self, persistent: jax.Array | None = None) -> MemoryLayerState:
         """As of `NeuralMemory`; persistent tokens count as the first of a document."""
@@ -86,46 +77,42 @@ class LogLinearMemory(NeuralMemory):
         state = broadcast(self.start(persistent), batch)
         return state._replace(memory=state.memory._replace(position=jnp.asarray(state.memory.position, jnp.int32)))
 
-    def _whole(self, levels: Levels) -> memory.MemoryState:
-        """The memory that the parts are of."""
-        weights = (jnp.sum(levels.parts, axis=-3),)
-        return memory.MemoryState(weights, (), weights, 0)
-
-    def _memorize_levels(
-        self,
-        state: Levels,
-        inputs: HeadInputs,
-        scales: jax.Array,
-        positions: jax.Array | None,
-        start: MemoryLayerState | None,
-    ) -> tuple[jax.Array, Levels]:
-        """`memorize_levels` for a batch of heads."""
+    def _memorize(
+        self, state: Levels, inputs: HeadInputs, start: Levels | None, read_on: bool = False
+    ) -> tuple[jax.Array, Levels, memory.Surprise]:
+        """As of `NeuralMemory`; the surprise is that of the memory without levels."""
+        plain = inputs._replace(scales=None, positions=None)
+        unsplit = whole(state), plain, None if start is None else whole(start)
+        _, _, surprise = super()._memorize(*jax.lax.stop_gradient(unsplit))
         batch, time = inputs.queries.shape[:2]
         form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, inputs.gates)
         # Without persistent tokens a document starts with nothing.
-        first = None if start is None or start.memory.position == 0 else start.memory
+        first = None if start is None or start.position == 0 else start
 
-        def one(position, params, parts, inputs: HeadInputs, begin, scales, positions):
+        def one(position, params, parts, inputs: HeadInputs, begin):
             reads, after = memorize_levels(
                 self.rule,
                 params,
                 Levels(parts, position),
                 *inputs[:4],
-                scales,
+                inputs.scales,
                 form,
                 resets=inputs.resets,
-                positions=positions,
+                positions=inputs.positions,
                 start=None if begin is None else Levels(begin, first.position),
                 rematerialised=self.rematerialised,
             )
-            return reads, after.parts
+            return reads, after.parts, None
 
-        heads = jax.vmap(one, in_axes=(None, 0, 0, head_axes(inputs), 0, 1, None), out_axes=(1, 0))
-        rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0, 0))
-        begin = None if first is None else broadcast(first.parts, batch)
+        heads = jax.vmap(one, in_axes=(None, 0, 0, head_axes(inputs), 0), out_axes=(1, 0, None))
+        rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
         if form == "fused":
-            rows = per_device(rows, batch, inputs.gates, levelled=True)
-        reads, parts = rows(
-            state.position, broadcast(self.params(), batch), state.parts, inputs, begin, scales, positions
-        )
-        return reads, Levels(parts, state.position + time)
+            rows = per_device(rows, batch, inputs.gates)
+        begin = None if first is None else broadcast(first.parts, batch)
+        reads, parts, _ = rows(state.position, broadcast(self.params(), batch), state.parts, inputs, begin)
+        return reads, Levels(parts, state.position + time), surprise
+
+
+def whole(levels: Levels) -> memory.MemoryState:
+    """The memory that the parts are of, as one without levels."""
+    return memory.MemoryState(levels.weights, (), levels.weights, 0)

@@ -64,13 +64,15 @@ class MemoryLayerState(NamedTuple):
 
 class HeadInputs(NamedTuple):
     """What the memories of all heads read: queries, keys, values [b, t, h, (n,) d], gates [b, t, h, ...], resets bool
-    [b, t] or None."""
+    [b, t] or None. For `LogLinearMemory` alone scales [b, t, h, levels], and with resets positions int32 [b, t]."""
 
     queries: jax.Array
     keys: jax.Array
     values: jax.Array
     gates: memory.Gates
     resets: jax.Array | None
+    scales: jax.Array | None = None
+    positions: jax.Array | None = None
 
 
 class NeuralMemory(HeadReads):
@@ -393,11 +395,11 @@ class NeuralMemory(HeadReads):
 def head_axes(inputs: HeadInputs) -> HeadInputs:
     """Which axis of a row's inputs is that of heads."""
     gates = dataclasses.replace(jax.tree.map(lambda _: 1, inputs.gates), mask=None)
-    return HeadInputs(1, 1, 1, gates, None)
+    return HeadInputs(1, 1, 1, gates, None, scales=1, positions=None)
 
 
-def per_device(rows: Callable, batch: int, gates: memory.Gates, levelled: bool = False) -> Callable:
-    """`rows` of `_memorize` on every device for its own rows and heads; levelled: those of `LogLinearMemory`."""
+def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
+    """`rows` of `_memorize` on every device for its own rows and heads."""
     across = batch_axes(batch)  # None for the persistent tokens: one row, read by all
     by_head, by_token = PartitionSpec(across, HEADS), PartitionSpec(across, None, HEADS)
     gates = dataclasses.replace(
@@ -406,14 +408,13 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates, levelled: bool =
 
     def sharded(position: int | jax.Array, *arguments: Any) -> Any:
         static = isinstance(position, int)
-        inputs = HeadInputs(by_token, by_token, by_token, gates, PartitionSpec(across))
-        specs, results = (by_head, by_head, inputs, by_head), (by_token, by_head, by_token)
-        if levelled:  # scales and positions, and no surprise
-            specs, results = (*specs, by_token, PartitionSpec(across)), results[:2]
+        by_row = PartitionSpec(across)
+        inputs = HeadInputs(by_token, by_token, by_token, gates, by_row, scales=by_token, positions=by_row)
+        specs = (by_head, by_head, inputs, by_head)
         return on_devices(
             functools.partial(rows, position) if static else rows,
             specs if static else (PartitionSpec(), *specs),
-            results,
+            (by_token, by_head, by_token),
         )(*(() if static else (position,)), *arguments)
 
     return sharded

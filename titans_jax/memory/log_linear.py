@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.interface import memorize
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState, Params
+from titans_jax.memory.state import Matrices, MemoryState, Params
 from titans_jax.ops.matmul import matmul, matmul_three_pass
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ class Levels(NamedTuple):
 
     parts: Float[Array, "k d d"]
     position: int | Int[Array, ""]
+
+    @property
+    def weights(self) -> Matrices:
+        """The memory that the parts, [.., k, in, out], are of."""
+        return (jnp.sum(self.parts, axis=-3),)
 
 
 class Block(NamedTuple):

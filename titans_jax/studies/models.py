@@ -110,26 +110,20 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
     graphdef, params = abstract_model(model)
     state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
     if has_memory(model):
-        kept = [layer.kept for layer in jax.tree.leaves(state, is_leaf=_is_cached) if _is_cached(layer)]
-        memories = [memory for memory in jax.tree.leaves(state, is_leaf=_is_memory) if _is_memory(memory)]
+        kept = [layer.kept for layer in _nodes(state, CachedMemoryState)]
+        memories = _nodes(state, MemoryState)
         if memory_rule(model.memory).chunk_size == 1:
             memories = [dataclasses.replace(memory, anchor=()) for memory in memories]
-        parts = [levels.parts for levels in jax.tree.leaves(state, is_leaf=_is_parts) if _is_parts(levels)]
+        parts = [levels.parts for levels in _nodes(state, Levels)]
         state = memories, kept, parts
     floats = [x.size for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(floats) // model.depth
 
 
-def _is_memory(leaf: object) -> bool:
-    return isinstance(leaf, MemoryState)
-
-
-def _is_parts(leaf: object) -> bool:
-    return isinstance(leaf, Levels)
-
-
-def _is_cached(leaf: object) -> bool:
-    return isinstance(leaf, CachedMemoryState)
+def _nodes(state: Any, kind: type[Made]) -> list[Made]:
+    """The nodes of a state that are of this type."""
+    is_one = lambda node: isinstance(node, kind)  # noqa: E731
+    return [node for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)]
 
 
 def one_graph(make: Callable[[nnx.GraphDef], Made]) -> Callable[[nnx.GraphDef], Made]:
