@@ -1,18 +1,19 @@
 """Memory Caching as a layer: against numpy token by token, streaming, documents, and a memory that is never written."""
 
 import dataclasses
-import functools
 import sys
 from pathlib import Path
 
+import drawn_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn_layers import PERSISTENT, close_to, kinds, layer_of, row, with_memory
 from flax import nnx
 
-from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
-from titans_jax.layers import CachedMemory, NeuralMemory, memory_layer
+from titans_jax.config import MemoryConfig, ModelConfig
+from titans_jax.layers import CachedMemory, NeuralMemory
 from titans_jax.layers.document_layout import find_documents
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -30,49 +31,19 @@ CONFIG = ModelConfig(
 
 
 def configured(caching, **fields):
-    memory = dataclasses.replace(CONFIG.memory, caching=caching, **fields)
-    return dataclasses.replace(CONFIG, memory=memory)
+    return with_memory(CONFIG, caching=caching, **fields)
 
 
-@functools.cache
-def layer_of(config):
-    """A layer with random parameters, whose scores are large enough to choose by."""
-    layer = nnx.eval_shape(lambda: memory_layer(config, rngs=nnx.Rngs(0)))
-    graphdef, params = nnx.split(layer)
-    rng = np.random.default_rng(1)
-    draw = lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape))  # noqa: E731
-    return nnx.merge(graphdef, jax.tree.map(draw, params))
+def inputs(batch=2, time=TIME):
+    return drawn_layers.inputs(batch, time)
 
 
-def inputs(batch=2, time=TIME, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, time, CONFIG.dim)))
-
-
-PERSISTENT = np.random.default_rng(3).normal(size=(3, CONFIG.dim))
-
-
-@jax.jit
-def row(layer, x):
-    return layer(x, persistent=jnp.asarray(PERSISTENT))[0]
-
-
-@jax.jit
 def init_state(layer):
-    return layer.init_state(2, jnp.asarray(PERSISTENT), LENGTH)
-
-
-@jax.jit
-def read_on(layer, x, state):
-    return layer(x, state)[:2]
+    return drawn_layers.init_state(layer, 2, LENGTH)
 
 
 def in_pieces(layer, x, pieces, state=None):
-    state, reads, begin = init_state(layer) if state is None else state, [], 0
-    for size in pieces:
-        y, state = read_on(layer, x[:, begin : begin + size], state)
-        reads.append(y)
-        begin += size
-    return jnp.concatenate(reads, axis=1), state
+    return drawn_layers.in_pieces(layer, x, pieces, init_state(layer) if state is None else state)
 
 
 def recurrence(config, x, caching=""):
@@ -95,7 +66,7 @@ def test_reads_equal_the_numpy_recurrence(caching):
     """Four whole segments and an open one, after persistent tokens."""
     config, x = configured(caching), inputs()
     expected = recurrence(config, x)
-    np.testing.assert_allclose(row(layer_of(config), x), expected, rtol=1e-10, atol=1e-10 * abs(expected).max())
+    close_to(row(layer_of(config), x), expected)
     without = recurrence(config, x, caching=None)
     np.testing.assert_allclose(without[:, :SEGMENT], expected[:, :SEGMENT], rtol=1e-12)  # nothing is kept yet
     assert abs(without - expected).max() > 1e-3
@@ -106,7 +77,7 @@ def test_segments_that_restart_equal_the_numpy_recurrence(caching):
     config = configured(caching, cache_restart=True)
     layer, x = layer_of(config), inputs()
     expected = recurrence(config, x)
-    np.testing.assert_allclose(row(layer, x), expected, rtol=1e-10, atol=1e-10 * abs(expected).max())
+    close_to(row(layer, x), expected)
 
 
 @pytest.mark.exhaustive
@@ -116,7 +87,7 @@ def test_pieces_of_segments_that_restart_equal_the_whole(caching):
     whole = row(layer, x)
     for pieces in ([6, 6, 6], [1, 1, 1, 1, 6, 1, 6, 1]):
         found, _ = in_pieces(layer, x, pieces)
-        np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-10 * abs(whole).max())
+        close_to(found, whole)
 
 
 @pytest.mark.parametrize("caching", ONE_WAY)
@@ -156,10 +127,9 @@ def test_pieces_equal_the_whole(caching):
     for pieces in ([3, 3, 1, 1, 7, 3], [7, 1, 7, 3]):
         assert sum(pieces) == TIME
         found, state = in_pieces(layer, x, pieces)
-        np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-10 * abs(whole).max())
+        close_to(found, whole)
     assert int(state.tokens) == TIME
-    same = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
-    assert jax.tree.map(same, state) == jax.tree.map(same, init_state(layer))
+    assert kinds(state) == kinds(init_state(layer))
 
 
 OF_THEIR_OWN = ["omeganet", "atlas", "mamba3", "comba", "preconditioned_kimi"]
@@ -175,7 +145,7 @@ def test_pieces_equal_the_whole_whatever_a_preset_carries(preset, restart):
     x = inputs()
     whole = row(layer, x)
     found, _ = in_pieces(layer, x, [3, 1, 4, 1, 6, 3])
-    np.testing.assert_allclose(found, whole, rtol=1e-9, atol=1e-9 * abs(whole).max())
+    close_to(found, whole, 1e-9)
     alone = row(layer, jnp.concatenate([x[:, :SEGMENT], x[:, :SEGMENT]], axis=1))  # in another segment, other answers
     assert abs(alone[:, SEGMENT:] - whole[:, :SEGMENT]).max() > 1e-3
 
@@ -187,7 +157,7 @@ def test_a_state_that_is_known_to_be_at_a_border():
     last, _ = jax.jit(lambda state: layer(x[:, 8:], state._replace(running=running))[:2])(state)
     whole = row(layer, x)
     found = jnp.concatenate([first, last], axis=1)
-    np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-10 * abs(whole).max())
+    close_to(found, whole)
 
 
 def test_documents_keep_to_themselves():
@@ -199,7 +169,7 @@ def test_documents_keep_to_themselves():
     for begin, end in ((0, 6), (8, 17)):
         alone = jnp.zeros_like(x).at[:, : end - begin].set(x[:, begin:end])
         alone = row(layer, jnp.concatenate([alone[:, :TIME]] * 2))[:1, : end - begin]
-        np.testing.assert_allclose(found[:, begin:end], alone, rtol=1e-10, atol=1e-10 * abs(alone).max())
+        close_to(found[:, begin:end], alone)
     padding = packed(x.at[:, 6:8].add(1.0), ids)
     np.testing.assert_array_equal(padding[0, ids[0] > 0], found[0, ids[0] > 0])
     misplaced = jnp.roll(ids, 2)
@@ -228,7 +198,7 @@ def test_without_writes_every_kept_memory_is_the_start(caching):
     nnx.update(plain, nnx.filter_state(nnx.state(layer), lambda path, _: "score" not in path))
     without = row(plain, x)
     tolerance = 1e-10 if caching == "gated" else 1e-4  # the norm's epsilon
-    np.testing.assert_allclose(row(cached, x), without, rtol=0, atol=tolerance * abs(without).max())
+    close_to(row(cached, x), without, tolerance)
     assert abs(row(layer, x) - without).max() > 1e-3
 
 
@@ -239,7 +209,7 @@ def test_pieces_without_writes_equal_the_whole_and_no_memory_moves(caching):
     layer.writes = False
     found, state = in_pieces(layer, x, [6, 6, 6])
     whole = row(layer, x)
-    np.testing.assert_allclose(found, whole, rtol=0, atol=1e-10 * abs(whole).max())
+    close_to(found, whole)
     start = init_state(layer).running.memory.weights
     jax.tree.map(np.testing.assert_array_equal, state.running.memory.weights, start)
 
@@ -250,8 +220,3 @@ def test_the_average_needs_no_parameters():
     assert type(plain) is NeuralMemory and type(cached) is CachedMemory
     shapes = lambda layer: jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(nnx.state(layer)))  # noqa: E731
     assert shapes(plain) == shapes(cached)
-
-
-def test_a_layer_without_caches_refuses_to_be_asked_for_them():
-    with pytest.raises(ConfigError, match="^model.memory.caching is 'gated', and a NeuralMemory keeps nothing"):
-        NeuralMemory(configured("gated"), rngs=nnx.Rngs(0))

@@ -1,19 +1,19 @@
 """TNT as a layer: against numpy token by token, streaming, documents, and memories that are never written."""
 
 import dataclasses
-import functools
 import sys
 from pathlib import Path
 
+import drawn_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from drawn_layers import PERSISTENT, close_to, init_state, kinds, layer_of, row, with_memory
 from flax import nnx
 
-from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, gate_choices, memory_rule
-from titans_jax.layers import HierarchicalMemory, NeuralMemory, memory_layer
+from titans_jax.config import MemoryConfig, ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.document_layout import find_documents
 from titans_jax.memory import choose_form
 from titans_jax.ops.backend import TPU
@@ -28,51 +28,18 @@ CONFIG = ModelConfig(
         chunk_size=CHUNK, local_chunks=LOCAL, shard=SHARD, expansion=2, step_unit="head_dim", max_step_size=MAX_STEP
     ),
 )  # fmt: skip
-PERSISTENT = np.random.default_rng(3).normal(size=(3, CONFIG.dim))
 
 
 def configured(**fields):
-    return dataclasses.replace(CONFIG, memory=dataclasses.replace(CONFIG.memory, **fields))
+    return with_memory(CONFIG, **fields)
 
 
-@functools.cache
-def layer_of(config):
-    """A layer with random parameters."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: memory_layer(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(1)
-    return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape)), params))
-
-
-def inputs(batch=2, time=TIME, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, time, CONFIG.dim)))
-
-
-@jax.jit
-def row(layer, x):
-    return layer(x, persistent=jnp.asarray(PERSISTENT))[0]
-
-
-@jax.jit
-def init_state(layer):
-    return layer.init_state(2, jnp.asarray(PERSISTENT))
-
-
-@jax.jit
-def read_on(layer, x, state):
-    return layer(x, state)[:2]
+def inputs(batch=2, time=TIME):
+    return drawn_layers.inputs(batch, time)
 
 
 def in_pieces(layer, x, pieces):
-    state, reads, begin = init_state(layer), [], 0
-    for size in pieces:
-        y, state = read_on(layer, x[:, begin : begin + size], state)
-        reads.append(y)
-        begin += size
-    return jnp.concatenate(reads, axis=1), state
-
-
-def close_to(found, expected, tolerance=1e-10):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * abs(expected).max())
+    return drawn_layers.in_pieces(layer, x, pieces, init_state(layer, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -187,8 +154,7 @@ def test_pieces_equal_the_whole(fields):
     for pieces in PIECES:
         found, state = in_pieces(layer, x, pieces)
         close_to(found, whole)
-    same = lambda leaf: (leaf.shape, leaf.dtype)  # noqa: E731
-    assert jax.tree.map(same, state) == jax.tree.map(same, init_state(layer))
+    assert kinds(state) == kinds(init_state(layer, 2))
 
 
 @pytest.mark.exhaustive
@@ -255,7 +221,7 @@ def test_without_writes_memories_stay_at_their_start():
     written = row(layer, x)
     for each in (layer, *layer.local):
         each.writes = False
-    without, state = jax.jit(lambda layer, x: layer(x, persistent=jnp.asarray(PERSISTENT))[:2])(layer, x)
+    without, state, _ = drawn_layers.run(layer, x)
     assert abs(written - without).max() > 1e-6
     for one in (state.running, *state.shard.local):  # what is carried is the change since the learned start
         assert not any(np.any(leaf) for leaf in (*one.memory.weights, *one.memory.momentum))
@@ -269,9 +235,3 @@ def test_local_memories_run_in_the_kernel_of_a_tpu():
         rule = memory_rule(each)
         assert choose_form("auto", rule, gate_choices(each).example(rule), TPU) == form
     assert memory_rule(config).stale and not memory_rule(local).stale
-
-
-def test_another_layer_refuses_local_memories():
-    assert type(layer_of(CONFIG)) is HierarchicalMemory
-    with pytest.raises(ConfigError, match=r"^model.memory.local_chunks is \(4,\), and a NeuralMemory has no local"):
-        NeuralMemory(CONFIG, rngs=nnx.Rngs(0))

@@ -1,13 +1,14 @@
 """Log-linear attention as a layer: its scales, streaming, documents, state, and what is refused."""
 
 import dataclasses
-import functools
 
+import drawn_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_models as small
+from drawn_layers import PERSISTENT, close_to, in_pieces, init_state, kinds, layer_of, read_on, row, run, with_memory
 from flax import nnx
 from test_log_linear import recurrence
 from test_packed_documents import assert_documents_alone, pack
@@ -15,7 +16,7 @@ from test_streaming import assert_same, read_in_pieces
 
 from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig
 from titans_jax.config.validate import validate
-from titans_jax.layers import LogLinearMemory, NeuralMemory, memory_layer
+from titans_jax.layers import memory_layer
 from titans_jax.layers.document_layout import find_documents
 from titans_jax.models import LanguageModel, check_model, forward_flops_per_token
 from titans_jax.models.flops import memory_flops
@@ -26,7 +27,6 @@ CONFIG = ModelConfig(
     pattern=("lmm",), dim=8, depth=1, num_heads=2, head_dim=4, num_persistent=3, dtype="float64",
     memory=MemoryConfig(preset="gated_deltanet", log_linear_levels=LEVELS, gate_rank=2),
 )  # fmt: skip
-PERSISTENT = np.random.default_rng(3).normal(size=(3, CONFIG.dim))
 SUM = {"preset": "titans", "architecture": "linear", "bias": "dot_product", "start": "zero", "momentum": False}
 """A memory that may have chunks and is a sum over values all the same."""
 ONE = np.log(np.e - 1)  # whose softplus is 1
@@ -38,54 +38,16 @@ def doubles():
         yield
 
 
-def configured(config=CONFIG, **fields):
-    return dataclasses.replace(config, memory=dataclasses.replace(config.memory, **fields))
-
-
-@functools.cache
-def layer_of(config):
-    """A layer with random parameters, scales among them."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: memory_layer(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(1)
-    return nnx.merge(graphdef, jax.tree.map(lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape)), params))
+def configured(**fields):
+    return with_memory(CONFIG, **fields)
 
 
 def copy_of(layer):
     return nnx.merge(*nnx.split(layer))
 
 
-def inputs(time=TIME, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(ROWS, time, CONFIG.dim)))
-
-
-@jax.jit
-def row(layer, x):
-    return layer(x, persistent=jnp.asarray(PERSISTENT))
-
-
-@jax.jit
-def init_state(layer):
-    return layer.init_state(ROWS, jnp.asarray(PERSISTENT))
-
-
-@jax.jit
-def read_on(layer, x, state):
-    return layer(x, state)[:2]
-
-
-def close_to(found, expected, tolerance=1e-10):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
-
-
-def shapes(state):
-    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
-
-
-def test_levels_make_the_layer():
-    for levels, kind in ((0, NeuralMemory), (LEVELS, LogLinearMemory)):
-        assert type(layer_of(configured(log_linear_levels=levels))) is kind
-    with pytest.raises(ConfigError, match="^model.memory.log_linear_levels is 3, and a NeuralMemory has no"):
-        NeuralMemory(CONFIG, rngs=nnx.Rngs(0))
+def inputs(time=TIME):
+    return drawn_layers.inputs(ROWS, time)
 
 
 def test_scales_are_one_at_first():
@@ -104,15 +66,15 @@ def test_scales_are_one_at_first():
 )
 def test_with_scales_of_one_it_is_the_layer_without_levels(fields):
     layer, x = copy_of(layer_of(configured(**fields))), inputs()
-    assert np.abs(row(layer, x)[0]).max() > 1e-3
+    assert np.abs(row(layer, x)).max() > 1e-3
     layer.scale[...] = jnp.zeros(layer.scale.shape)
     layer.scale_bias[...] = jnp.full(layer.scale_bias.shape, ONE)
     graphdef, _ = nnx.split(layer_of(configured(**fields, log_linear_levels=0)))
     own = ("scale", "scale_bias")
     params = {path: leaf for path, leaf in nnx.to_flat_state(nnx.state(layer)) if path[0] not in own}
     plain = nnx.merge(graphdef, nnx.from_flat_state(params))
-    found, state, report = row(layer, x)
-    expected, after, expected_report = row(plain, x)
+    found, state, report = run(layer, x)
+    expected, after, expected_report = run(plain, x)
     close_to(found, expected, 1e-12)
     jax.tree.map(close_to, report, expected_report)
     close_to(state.memory.parts.sum(2), after.memory.weights[0], 1e-12)
@@ -124,14 +86,14 @@ def test_reads_are_the_recurrence_s_by_scales_of_the_input():
     layer, x = layer_of(CONFIG), inputs()
 
     @jax.jit
-    def run(layer, x):
+    def parts_of(layer, x):
         first = layer.init_state(ROWS)
         features, state = layer.features(x, first)
         given, _ = layer.head_inputs(x, features, state)
         reads, after, _ = layer.memorize(x, first)
         return reads, after, given, layer.with_skip(jnp.zeros_like(reads), features["skip"])
 
-    reads, after, given, skip = jax.tree.map(np.array, run(layer, x))
+    reads, after, given, skip = jax.tree.map(np.array, parts_of(layer, x))
     logits = np.einsum("btd,dhl->bthl", x, layer.scale[...]) + np.array(layer.scale_bias[...])
     for b, h in np.ndindex(ROWS, CONFIG.num_heads):
         of_head = {name: getattr(given, name)[b, :, h] for name in ("queries", "keys", "values")}
@@ -147,7 +109,7 @@ def test_persistent_tokens_are_the_first_of_a_document():
     layer, x = layer_of(CONFIG), inputs()
     first = jnp.broadcast_to(PERSISTENT, (ROWS, *PERSISTENT.shape))
     reads, after = read_on(layer, jnp.concatenate([first, x], axis=1), jax.jit(lambda: layer.init_state(ROWS))())
-    found, state, _ = row(layer, x)
+    found, state, _ = run(layer, x)
     close_to(found, reads[:, len(PERSISTENT) :])
     close_to(state.memory.parts, after.memory.parts)
     assert int(state.memory.position) == int(after.memory.position) == TIME + len(PERSISTENT)
@@ -156,16 +118,12 @@ def test_persistent_tokens_are_the_first_of_a_document():
 @pytest.mark.parametrize("pieces", [[9, 1, 1, 9], pytest.param([1] * 11 + [9], marks=pytest.mark.exhaustive)])
 def test_pieces_equal_the_whole(pieces):
     layer, x = layer_of(CONFIG), inputs()
-    state, reads, begin = init_state(layer), [], 0
-    for size in pieces:
-        y, state = read_on(layer, x[:, begin : begin + size], state)
-        reads.append(y)
-        begin += size
-    whole, after, _ = row(layer, x)
-    close_to(jnp.concatenate(reads, axis=1), whole)
+    reads, state = in_pieces(layer, x, pieces, init_state(layer, ROWS))
+    whole, after, _ = run(layer, x)
+    close_to(reads, whole)
     close_to(state.memory.parts, after.memory.parts)
     assert int(state.memory.position) == int(after.memory.position)
-    assert shapes(state) == shapes(init_state(layer))
+    assert kinds(state) == kinds(init_state(layer, ROWS))
 
 
 def test_documents_keep_to_themselves():
@@ -177,7 +135,7 @@ def test_documents_keep_to_themselves():
     alone = np.zeros((ROWS, TIME, CONFIG.dim))
     for document, place in zip(alone, places, strict=True):
         document[: place.stop - place.start] = x[0, place]
-    expected = row(layer, jnp.asarray(alone))[0]
+    expected = row(layer, jnp.asarray(alone))
     for document, place in zip(expected, places, strict=True):
         close_to(found[0, place], document[: place.stop - place.start])
     padding = packed(x.at[:, 6:8].add(1.0), ids)
@@ -187,11 +145,11 @@ def test_documents_keep_to_themselves():
 def test_without_writes_the_memory_stays_empty():
     layer, x = copy_of(layer_of(CONFIG)), inputs()
     layer.writes = False
-    y, state, report = row(layer, x)
-    more, after = read_on(layer, x, init_state(layer))
+    y, state, report = run(layer, x)
+    more, after = read_on(layer, x, init_state(layer, ROWS))
     assert report == {} and not np.any(state.memory.parts) and not np.any(after.memory.parts)
     assert layer.skip is None and not np.any(y) and not np.any(more)  # an empty memory says nothing
-    assert shapes(after) == shapes(init_state(layer))
+    assert kinds(after) == kinds(init_state(layer, ROWS))
 
 
 def levelled(*pattern, depth=1, **fields):
@@ -214,7 +172,7 @@ def test_no_call_changes_the_state_s_kind_in_half_precision(preset):
     with jax.enable_x64(False):  # as it is trained
         state, logits, (more, after), (_, after_one) = jax.eval_shape(run, small.tokens())
     assert (logits.dtype, logits.shape) == (more.dtype, more.shape) == (jnp.float32, (2, small.TIME, small.VOCAB))
-    assert shapes(after) == shapes(after_one) == shapes(state)
+    assert kinds(after) == kinds(after_one) == kinds(state)
 
 
 @pytest.mark.exhaustive

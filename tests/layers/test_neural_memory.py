@@ -6,9 +6,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from titans_jax.config import MemoryConfig, ModelConfig, memory_rule, step_size_bound
+from titans_jax import layers
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, memory_rule, step_size_bound
 from titans_jax.layers import NeuralMemory
 from titans_jax.layers.memory_gates import MemoryGates
 
@@ -68,3 +70,20 @@ def test_hgrn2_keeps_at_least_its_lower_bound():
     np.testing.assert_allclose(np.exp(found.log_key_retention), retention, rtol=1e-12)
     np.testing.assert_allclose(keys, 1 - retention, rtol=0, atol=1e-12)
     assert np.all(np.exp(found.log_key_retention) >= sigmoid(bound) - 1e-12)
+
+
+@pytest.mark.parametrize(
+    "field, value, kind",
+    [
+        ("caching", "gated", layers.CachedMemory),
+        ("local_chunks", (2,), layers.HierarchicalMemory),
+        ("log_linear_levels", 3, layers.LogLinearMemory),
+    ],
+)
+def test_what_needs_a_layer_of_its_own_gets_it_and_another_refuses(field, value, kind):
+    others = {"preset": "gated_deltanet"} if kind is layers.LogLinearMemory else {"shard": 4}
+    config = dataclasses.replace(CONFIG, memory=dataclasses.replace(CONFIG.memory, **others, **{field: value}))
+    assert type(jax.eval_shape(lambda: layers.memory_layer(config, rngs=nnx.Rngs(0)))) is kind
+    with pytest.raises(ConfigError) as error:
+        NeuralMemory(config, rngs=nnx.Rngs(0))
+    assert str(error.value).startswith(f"model.memory.{field} is {value!r}, which a NeuralMemory does not do; use ")

@@ -1,4 +1,4 @@
-"""Log-linear attention against the paper's recurrence (arXiv 2506.04761), token by token in numpy float64."""
+"""Log-linear attention against the paper's recurrence (arXiv 2506.04761) in numpy float64; kernels are interpreted."""
 
 import functools
 
@@ -13,7 +13,7 @@ from titans_jax.memory.log_linear import Levels, first_difference, memorize_leve
 from titans_jax.memory.rule.presets import PRESETS
 
 D, TIME, LEVELS = 4, 23, 3  # five blocks and a remainder; eight tokens and more behind one are the last level
-NAMES, FORMS = ("gated_deltanet", "mamba2", "gla"), ("recurrent", "chunked", "associative")
+NAMES, FORMS = ("gated_deltanet", "mamba2", "gla"), ("recurrent", "chunked", "associative", "fused")
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +213,7 @@ def test_a_later_token_changes_no_earlier_read(form):
     "name, form, rematerialised",
     [
         ("gated_deltanet", "chunked", False),
+        ("gated_deltanet", "fused", False),
         exhaustive("gated_deltanet", "recurrent", True),
         exhaustive("mamba2", "associative", True),
         exhaustive("gla", "chunked", True),

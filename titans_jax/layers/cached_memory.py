@@ -103,7 +103,7 @@ class CachedMemory(NeuralMemory):
     the start's, so that shares which sum to 1 read what a memory without caches would.
     """
 
-    caches = True
+    provides = ("caching",)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

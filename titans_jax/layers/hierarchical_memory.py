@@ -89,7 +89,7 @@ class HierarchicalMemory(NeuralMemory):
     the row are NaN). Without `writes` all memories are their start; P, which is no memory of values, is still summed.
     """
 
-    hierarchical = True
+    provides = ("local_chunks",)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

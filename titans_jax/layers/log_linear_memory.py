@@ -35,7 +35,7 @@ from titans_jax.sharding import logical
 class LogLinearMemory(NeuralMemory):
     """A `NeuralMemory` whose reads are sums over levels, [b, t, dim] -> the same; its state holds `Levels`."""
 
-    levelled = True
+    provides = ("log_linear_levels",)
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

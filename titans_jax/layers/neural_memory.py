@@ -52,6 +52,10 @@ from titans_jax.sharding import (
 FIRST_SKIP = 0.5
 """What the factor of `value_skip` starts at: with 1, recall is learned later (memory/what_was_tried.md)."""
 
+OTHER_LAYERS = {"caching": None, "local_chunks": (), "log_linear_levels": 0}
+"""Fields of `MemoryConfig` that need `CachedMemory`, `HierarchicalMemory` or `LogLinearMemory`, and what each is where
+nothing is asked for."""
+
 
 class MemoryLayerState(NamedTuple):
     """What the layer carries: the memory of every head [b, h, ...]; by name, the last inputs of its convolutions, as
@@ -80,33 +84,21 @@ class NeuralMemory(HeadReads):
 
     One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings), one
     that no gradient reaches, or zero.
-
-    caches: whether what the memory was is kept and read too, which `CachedMemory` does. hierarchical: whether there are
-    local memories too, which `HierarchicalMemory` has. levelled: whether it is kept in parts, as by `LogLinearMemory`.
     """
 
-    caches = False
-    hierarchical = False
-    levelled = False
+    provides: tuple[str, ...] = ()
+    """Which of `OTHER_LAYERS` this layer does."""
     tied = False
     """Whether a token's key is the query of the token before (`tie_keys`)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        if config.memory.caching is not None and not self.caches:
-            raise ConfigError(
-                f"model.memory.caching is {config.memory.caching!r}, and a NeuralMemory keeps nothing; use None, or "
-                "the layer that `layers.memory_layer` makes"
-            )
-        if config.memory.local_chunks and not self.hierarchical:
-            raise ConfigError(
-                f"model.memory.local_chunks is {config.memory.local_chunks}, and a NeuralMemory has no local memories; "
-                "use (), or the layer that `layers.memory_layer` makes"
-            )
-        if config.memory.log_linear_levels and not self.levelled:
-            raise ConfigError(
-                f"model.memory.log_linear_levels is {config.memory.log_linear_levels}, and a NeuralMemory has "
-                "no parts; use 0, or the layer that `layers.memory_layer` makes"
-            )
+        for name, without in OTHER_LAYERS.items():
+            value = getattr(config.memory, name)
+            if value != without and name not in self.provides:
+                raise ConfigError(
+                    f"model.memory.{name} is {value!r}, which a {type(self).__name__} does not do; use {without!r}, "
+                    "or the layer that `layers.memory_layer` makes"
+                )
         choices, rule = gate_choices(config.memory), memory_rule(config.memory)
         copies, rank = choices.projected_steps(rule), choices.key_rank(rule)
         projected = functools.partial(MemoryInput, config, rngs=rngs)
