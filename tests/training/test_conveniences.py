@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.training.tiny import MODEL, tiny_config
-from titans_jax import cli
+from titans_jax import cli, sharding
 from titans_jax.config import ConfigError, OptimizerConfig
 from titans_jax.training import metrics
 from titans_jax.training.metrics import MetricsWriter, read_metrics
@@ -147,7 +147,10 @@ def test_runs_are_compared(tmp_path, capsys):
 def test_a_dry_run_writes_nothing(file, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    ran = []
+    monkeypatch.setattr(sharding, "use_cores", ran.append)  # as many devices as the test has
     assert cli.main(["train", str(file), "--dry-run", "--optimizer.ema", "0.9"]) == 0
+    assert ran == [tiny_config().data.batch_size]  # those of the training
     out = capsys.readouterr().out
     for line in (
         "training.steps",

@@ -4,15 +4,15 @@ import contextlib
 import time
 
 import jax
-import jax.numpy as jnp
 
 from titans_jax import data, sharding
 from titans_jax.config import Config, leaves
 from titans_jax.models import granularity, training_flops_per_token
-from titans_jax.training.mesh import use_mesh
+from titans_jax.training.loop import check_run
+from titans_jax.training.mesh import to_devices, use_mesh
 from titans_jax.training.optimizer import groups, make_optimizer
-from titans_jax.training.run import check_train_only, check_vocabulary, init_model
-from titans_jax.training.step import step_of
+from titans_jax.training.run import init_model
+from titans_jax.training.step import first_state, step_of
 
 STEPS = 2
 """Steps that are timed, behind the one that waits for the compiler."""
@@ -21,19 +21,20 @@ STEPS = 2
 def dry_run(config: Config) -> None:
     """Print the resolved fields that are not defaults, parameters, text, memory of a step, and the time it would take.
 
-    The time is that of a few steps taken here: on one device, without evaluations and checkpoints.
+    The time is that of a few steps taken on the devices of this machine, without evaluations and checkpoints; several
+    processes take none.
 
     Raises:
-      ConfigError, DataError: as training would.
+      ConfigError, DataError: as training would; the run's folder is not looked at.
     """
+    tokenizer = check_run(config)
     defaults = leaves(Config())
     for name, value in leaves(config).items():
         if value != defaults.get(name):
             print(f"{name:36}{value}")
-    tokenizer = data.load_tokenizer(config.data.tokenizer)
-    check_vocabulary(config, tokenizer)
-    check_train_only(config)
-    batches = data.train_batches(config.data, tokenizer, align=granularity(config.model))
+    align = granularity(config.model)
+    batches = data.train_batches(config.data, tokenizer, align=align)
+    data.validation_batches(config.data, tokenizer, align=align)
     with contextlib.closing(batches), use_mesh(config) as mesh:
         steps, tokens = config.training.steps, config.data.batch_size * config.data.sequence_length
         optimizer = make_optimizer(config.optimizer, steps)
@@ -48,22 +49,22 @@ def dry_run(config: Config) -> None:
         )
         flops = training_flops_per_token(config.model, config.data.sequence_length) * steps * tokens
         print(f"operations        {flops:.3g}")
-        if mesh is not None:
-            print(f"devices           {sharding.machine()}; their time and memory: titans compile")
+        if jax.process_count() > 1:
+            print(f"devices           {sharding.machine()} in {jax.process_count()} processes: not timed")
             return
-        state = {"params": params, "optimizer": optimizer.init(params)}
-        if config.optimizer.ema is not None:
-            state["ema"] = jax.tree.map(jnp.copy, params)
-        step = step_of(config, graphdef, optimizer)
-        batch = next(batches)
+        state = first_state(config, optimizer, params, mesh)
+        step = step_of(config, graphdef, optimizer, state)
+        on_devices = (to_devices(config.data, mesh, rows) for rows in batches)
+        batch = next(on_devices)
         memory = step.lower(state, batch).compile().memory_analysis()
         taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-        print(f"memory of a step  {(taken - memory.alias_size_in_bytes) / 1e9:.2f} GB on {sharding.machine()}")
+        taken = (taken - memory.alias_size_in_bytes) / 1e9
+        print(f"memory of a step  {taken:.2f} GB of a device, of {sharding.machine()}")
         state, metrics = step(state, batch)
         print(f"first loss        {float(metrics['loss']):.4f} nats a token")
         start = time.monotonic()
         for _ in range(STEPS):
-            state, metrics = step(state, next(batches))
+            state, metrics = step(state, next(on_devices))
             float(metrics["loss"])
         seconds = (time.monotonic() - start) / STEPS
         print(f"a step            {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s; all {_hours(steps * seconds)}")

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from titans_jax import data, sharding
@@ -32,7 +30,7 @@ from titans_jax.training.diagnostics import ignored, plot_memory, warnings
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.lock import RunLock
-from titans_jax.training.mesh import use_mesh
+from titans_jax.training.mesh import batch_sharding, to_devices, use_mesh
 from titans_jax.training.metrics import MetricsWriter, import_wandb, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
@@ -48,7 +46,7 @@ from titans_jax.training.run import (
     initial_weights,
     with_absolute_paths,
 )
-from titans_jax.training.step import State, step_of
+from titans_jax.training.step import first_state, step_of
 from titans_jax.training.stop import StopRequest
 
 # Fields that may differ between the processes of a run.
@@ -71,19 +69,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     console = console or Console(quiet=jax.process_index() != 0)
     goodput = Goodput()
     with processes.together():
-        validate(config)
-        check_model(config.model)
-        tokenizer = data.load_tokenizer(config.data.tokenizer)
-        check_vocabulary(config, tokenizer)
-        check_train_only(config)
-        tasks = evaluators_of(config.training.evaluate_tasks, "training.evaluate_tasks")
-        if tasks and jax.process_count() > 1:
-            raise ConfigError(
-                f"training.evaluate_tasks is {config.training.evaluate_tasks!r}, but there are {jax.process_count()} "
-                "processes; leave it out, and use titans evaluate on one"
-            )
-        if config.training.logger == "wandb":
-            import_wandb()
+        tokenizer = check_run(config)
     processes.check_same({name: value for name, value in leaves(config).items() if name not in MAY_DIFFER})
     config = with_absolute_paths(config)
     told = functools.partial(say, console)
@@ -129,6 +115,28 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
                     f"process {which} cannot go on ({cause}); if another one has died, what it printed says why; "
                     "run the same commands again to go on from the last checkpoint"
                 ) from error
+
+
+def check_run(config: Config) -> data.Tokenizer:
+    """Refuse a configuration that cannot be trained, but for its text, its devices and its folder; its tokenizer.
+
+    Raises:
+      ConfigError, DataError: one sentence with the field, its value and what would work.
+    """
+    validate(config)
+    check_model(config.model)
+    tokenizer = data.load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, tokenizer)
+    check_train_only(config)
+    tasks = evaluators_of(config.training.evaluate_tasks, "training.evaluate_tasks")
+    if tasks and jax.process_count() > 1:
+        raise ConfigError(
+            f"training.evaluate_tasks is {config.training.evaluate_tasks!r}, but there are {jax.process_count()} "
+            "processes; leave it out, and use titans evaluate on one"
+        )
+    if config.training.logger == "wandb":
+        import_wandb()
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -177,11 +185,7 @@ class Trainer:
         graphdef, params = init_model(config.model, config.training.seed)
         if initial is not None:
             params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), initial.params, params)
-        self.state: State = {"params": params, "optimizer": optimizer.init(params)}
-        if self.mesh:
-            self.state = jax.tree.map(self._on_mesh, self.state)
-        if config.optimizer.ema is not None:
-            self.state["ema"] = jax.tree.map(jnp.copy, self.state["params"])
+        self.state = first_state(config, optimizer, params, self.mesh)
         self.train_step = step_of(config, graphdef, optimizer, self.state)
         self.evaluation_step = make_evaluation_step(graphdef)
         self.unwritten_step = make_evaluation_step(without_writes(graphdef)) if has_memory(config.model) else None
@@ -387,21 +391,7 @@ class Trainer:
         )
 
     def _to_devices(self, batch: Batch) -> Batch:
-        if self.mesh is None:
-            return batch
-        place, shape = batch_sharding(self.mesh), (self.config.data.batch_size, self.config.data.sequence_length)
-        return {name: jax.make_array_from_process_local_data(place, rows, shape) for name, rows in batch.items()}
-
-    def _on_mesh(self, array: jax.Array) -> jax.Array:
-        """An array that has no place on the mesh yet (a counter), copied to every device."""
-        if len(array.sharding.device_set) == self.mesh.size:
-            return array
-        return jax.device_put(array, NamedSharding(self.mesh, PartitionSpec()))
-
-
-def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """The sharding of every array of a batch: its rows over the mesh axes `sharding.BATCH`."""
-    return NamedSharding(mesh, PartitionSpec(sharding.BATCH))
+        return to_devices(self.config.data, self.mesh, batch)
 
 
 @contextlib.contextmanager

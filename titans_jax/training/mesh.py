@@ -5,10 +5,12 @@ import math
 from collections.abc import Iterator
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from titans_jax import sharding
-from titans_jax.config import Config, ConfigError
+from titans_jax.config import Config, ConfigError, DataConfig
 from titans_jax.layers.feed_forward import hidden_width
+from titans_jax.models.loss import Batch
 
 
 def mesh_of(config: Config, devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -58,3 +60,16 @@ def use_mesh(config: Config) -> Iterator[jax.sharding.Mesh | None]:
     else:
         with sharding.use_mesh(mesh):
             yield mesh
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """The sharding of every array of a batch: its rows over the mesh axes `sharding.BATCH`."""
+    return NamedSharding(mesh, PartitionSpec(sharding.BATCH))
+
+
+def to_devices(config: DataConfig, mesh: jax.sharding.Mesh | None, batch: Batch) -> Batch:
+    """A batch of which this process has its own rows, shared out over the mesh; as it is on a single device."""
+    if mesh is None:
+        return batch
+    place, shape = batch_sharding(mesh), (config.batch_size, config.sequence_length)
+    return {name: jax.make_array_from_process_local_data(place, rows, shape) for name, rows in batch.items()}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from titans_jax import sharding
 from titans_jax.config import Config
@@ -20,6 +21,23 @@ from titans_jax.models.loss import Batch, loss_sum
 from titans_jax.training.optimizer import trains
 
 State = dict[str, Any]
+
+
+def first_state(
+    config: Config, optimizer: optax.GradientTransformation, params: Any, mesh: jax.sharding.Mesh | None
+) -> State:
+    """The state before the first step. On a mesh (None: a single device) what has no place there yet, such as a
+    counter, is copied to every device."""
+
+    def on_mesh(array: jax.Array) -> jax.Array:
+        if mesh is None or len(array.sharding.device_set) == mesh.size:
+            return array
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec()))
+
+    state = jax.tree.map(on_mesh, {"params": params, "optimizer": optimizer.init(params)})
+    if config.optimizer.ema is not None:
+        state["ema"] = jax.tree.map(jnp.copy, state["params"])
+    return state
 
 
 def step_of(
