@@ -19,15 +19,17 @@ USAGE = """usage: titans COMMAND ...
   generate RUN [--prompt TEXT ...]   continue a text with a trained model
   read RUN TEXT ... [--memory FILE]  read texts of any length into a memory that is kept, for generate --memory
   evaluate RUN [TASK ...] [--json]   measure a trained model: perplexity on held-out text, or the tasks named
+  evaluate --list                    the tasks, the data each needs, and whether it is there
   export RUN --output FOLDER         its weights as safetensors, with tensors by name, tokenizer and model card
   compile CONFIG [--topology ...]    does it fit a TPU slice, and what does a step cost there; needs no TPU
   data CONFIG [--field value ...]    what a configuration's data holds, and one row of it
   data prepare CONFIG --output DIR   tokenize it once, into rows on disk that every start and process reads from
   data list | fetch NAME ...         the data sets that evaluations read: what is there, and fetch what is not
-  models                             every memory rule by name: Table 1 of Miras, from the code
+  models                             every memory rule by name, what it is made of, and which forms run it
   configs [CONFIG ...]               the configurations that come with the package; or all fields of one, as JSON
   bench memory | train [...]         speed and memory of the memory core, and of a training step
   bench gradients [...]              the gradient of fresh models against the length of what they read
+  bench hierarchy | peer [...]       local memories beside one memory; our layers beside titans-pytorch
   bench schedule [...]               cycles that the TPU compiler schedules for the fused kernel; needs no TPU
   study NAME [--quick ...]           train the small models that a table compares, and draw it: recall, step_size, ...
 

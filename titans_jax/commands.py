@@ -52,7 +52,9 @@ def generate(arguments: list[str]) -> None:
     from titans_jax.inference import Sampling, command
 
     options = parse("titans generate", command.GenerateOptions, arguments)
-    _check_numbers(options, max_tokens=0, seed=0)
+    _check_options(options, max_tokens=0, seed=0)
+    if "" in options.stop:
+        raise ConfigError("stop has ''; use texts of at least one letter, or leave it out")
     _cache_compilations()
     drawing = (options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty)
     sampling = Sampling(*drawing)  # refuses before the run is read
@@ -64,6 +66,7 @@ def read(arguments: list[str]) -> None:
     from titans_jax.inference import command
 
     options = parse("titans read", command.ReadOptions, arguments)
+    _check_options(options)
     _cache_compilations()
     command.read(options, _load_run(options.run))
 
@@ -94,9 +97,10 @@ class EvaluateOptions:
     batches: int | None = None
     """Batches to read; None reads all."""
     length: int = 32768
-    """positions: tokens of a row. niah, ruler: tokens of the longest text; the others are 1,024, 2,048, .."""
+    """positions: tokens of a row. niah, ruler, babilong: tokens of the longest text; the others are 1,024, 2,048, .."""
     text: Path | None = None
-    """positions, niah, ruler: the file to read; None reads the run's validation documents, one after another."""
+    """positions, niah, ruler, babilong: the file to read; None reads the run's validation documents, one after another,
+    and of babilong the novels in the folder of data."""
     samples: int | None = None
     """niah, ruler, babilong: questions of every task and length; None asks as many as the protocol. lm-eval's tasks:
     documents of each; None reads all."""
@@ -113,7 +117,7 @@ def evaluate(arguments: list[str]) -> None:
 
         return list_evaluators(parse("titans evaluate --list", FolderOptions, arguments[1:]).data)
     options = parse("titans evaluate", EvaluateOptions, arguments)
-    _check_numbers(options)
+    _check_options(options)
     _cache_compilations()
     from titans_jax import sharding
     from titans_jax.evaluation import EvaluationOptions, evaluators_of, measure
@@ -170,6 +174,7 @@ def data(arguments: list[str]) -> None:
         from titans_jax.evaluation.show import fetch_sets
 
         options = parse("titans data fetch", FetchOptions, arguments[1:])
+        _check_options(options)
         return fetch_sets(options.names, options.data, options.path)
     _, config = configuration("titans data", arguments)
     from titans_jax import data as pipeline
@@ -200,7 +205,7 @@ class FetchOptions:
 
 def _prepare(arguments: list[str]) -> None:
     _, config = configuration("titans data prepare", arguments, PrepareOptions)
-    _check_numbers(config)
+    _check_options(config)
     if not config.output:
         raise ConfigError("output is missing; give the folder to write to, --output FOLDER")
     from titans_jax import data as pipeline
@@ -228,7 +233,9 @@ def compile_(arguments: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # where there are TPUs, they are none of this command's business
     from titans_jax.tpu import command
 
-    command.main(*configuration("titans compile", arguments, command.Options))
+    name, options = configuration("titans compile", arguments, command.Options)
+    _check_options(options)
+    command.main(name, options)
 
 
 def models(arguments: list[str]) -> None:
@@ -245,13 +252,16 @@ def configs(arguments: list[str]) -> None:
         print(json.dumps(to_dict(configuration("titans configs", arguments)[1]), indent=2))
         return
     _no_arguments("titans configs", arguments, "The configurations that come with the package, with their sizes.")
+    from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from titans_jax.training.run import count_params
 
-    table = Table("configuration", "blocks", "depth", "width", "parameters", "tokens")
-    for name, config in shipped_configs().items():
+    found = shipped_configs()
+    names = Column("configuration", min_width=max(map(len, found)))  # whole, to be copied
+    table = Table(names, "blocks", "depth", "width", "parameters", "tokens", box=box.MINIMAL, padding=0)
+    for name, config in found.items():
         model, data = config.model, config.data
         tokens = config.training.steps * data.batch_size * data.sequence_length
         table.add_row(
@@ -270,7 +280,7 @@ BENCHMARKS = ("memory", "train", "gradients", "hierarchy", "peer", "schedule")
 
 def bench(arguments: list[str]) -> None:
     """titans bench memory | train | gradients | hierarchy | peer | schedule [...]"""
-    name, *rest = arguments or [""]
+    name, *rest = arguments or ["--help"]
     if name in ("--help", "-h"):
         print(f"usage: titans bench {' | '.join(BENCHMARKS)} [...]\n\ntitans bench NAME --help lists fields.")
         return
@@ -279,7 +289,7 @@ def bench(arguments: list[str]) -> None:
         raise ConfigError(f"there is no benchmark {name!r}; use titans bench {', '.join(others)} or {last}")
     benchmark = importlib.import_module(f"titans_jax.bench.{name}")
     options = parse(f"titans bench {name}", benchmark.Options, rest)
-    _check_numbers(options)
+    _check_options(options)
     benchmark.main(options)
 
 
@@ -346,10 +356,13 @@ def configuration(program: str, arguments: list[str], kind: type[SomeConfig] = C
     return name, config
 
 
-def _check_numbers(options: Any, **least: int) -> None:
-    """Refuse whole numbers of a command's options below 1, or below what `least` says of a field, or beyond 32 bits."""
+def _check_options(options: Any, **least: int) -> None:
+    """Refuse whole numbers of a command's options below 1, or below what `least` says of a field, or beyond 32 bits;
+    and a list that is empty, unless it is by default."""
     for f in dataclasses.fields(options):
         value, lowest = getattr(options, f.name), least.get(f.name, 1)
+        if value == () and f.default != ():
+            raise ConfigError(f"{f.name} is empty; name at least one")
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, int) and not isinstance(each, bool) and not lowest <= each < 1 << 32:
                 raise ConfigError(f"{f.name} is {each}; use {lowest} to {(1 << 32) - 1}")

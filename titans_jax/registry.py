@@ -7,8 +7,8 @@
 
     BIASES["cosine"]                       # the class; an unknown name is refused with the nearest one
 
-Every kind of part has one: biases, retention gates, architectures and presets of a memory, blocks, data sources,
-evaluators. A file that registers parts is imported by `Config.extensions`.
+Every kind of part has one: biases, retention gates, architectures and presets of a memory, ways to cache memories,
+blocks, heads, data sources, evaluators, studies. A file that registers parts is imported by `Config.extensions`.
 """
 
 from __future__ import annotations

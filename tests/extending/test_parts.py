@@ -22,7 +22,7 @@ from titans_jax.config import (
     import_file,
     memory_rule,
 )
-from titans_jax.config.files import load_config
+from titans_jax.config.files import find_config
 from titans_jax.config.validate import validate
 from titans_jax.memory.rule.rule import MemoryRule
 
@@ -34,6 +34,11 @@ SIZES = """
     --data.source text --data.sequence_length 32 --data.batch_size 2 --data.validation_every 3
     --training.steps 2 --training.evaluation_batches 1 --training.sample_tokens 0
 """.split()
+
+
+def load_config(file):
+    return find_config(str(file))[1]
+
 
 each_part = pytest.mark.parametrize("file", PARTS, ids=lambda file: file.stem)
 each_memory_part = pytest.mark.parametrize("file", MEMORY_PARTS, ids=lambda file: file.stem)

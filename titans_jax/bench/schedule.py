@@ -187,6 +187,7 @@ def deep_presets() -> list[str]:
 
 
 def rule_of(case: Case):
+    """The memory rule of a case: as models have it, or as the papers print it."""
     from titans_jax.config import MemoryConfig, memory_rule
 
     reading = {"forget_to": "zero", "bound_slope": False} if case.letter else {}

@@ -44,15 +44,6 @@ def find_config(asked: str) -> tuple[str, Config]:
     return path, shipped[path]
 
 
-def load_config(file: Path, name: str = "") -> Config:
-    """The configuration of a Python file; of one that defines several, that of this name.
-
-    Raises:
-      ConfigError: as `load_configs`, or there is no such configuration in the file.
-    """
-    return _choose(load_configs(file), name, str(file))[1]
-
-
 def _choose(configs: dict[str, Config], name: str, file: str) -> tuple[str, Config]:
     if not name and len(configs) == 1:
         (name,) = configs

@@ -207,7 +207,8 @@ class MeshConfig:
     """Devices along each axis of the mesh; one axis may be -1, "all that are left"."""
 
     slice: int = 1
-    """Slices of a machine of several, each with copies of the model; only gradients cross the network between them."""
+    """TPU slices, each with its own copies of the model; between slices only gradients are sent, over the data center's
+    network."""
     data: int = -1
     """Copies of the model; each reads its own rows."""
     fsdp: int = 1

@@ -126,6 +126,7 @@ def _validate_ranges(config: Config) -> None:
     require(["optimizer.ema"], lambda x: x is None or 0 <= x < 1, "a number in [0, 1), or None")
     require(["optimizer.final_learning_rate_ratio"], lambda x: 0 <= x <= 1, "a number in [0, 1]")
     require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
+    require(["model.memory.forget_bias"], lambda x: x is None or abs(x) < float("inf"), "a finite number, or None")
     require(["model.hidden_dim", "model.memory.gate_rank"], lambda x: x is None or x >= 1, "at least 1, or None")
     require(["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on")
     axes = ["mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"]

@@ -130,7 +130,8 @@ def memorize(
     read of token t sees the writes of tokens up to t and none later. Splitting a sequence anywhere and passing the
     state on changes nothing.
 
-    Raises ValueError, naming the argument, for an unknown form or shapes that do not fit.
+    Raises ValueError, naming the argument, for an unknown form, for "fused" where no kernel runs the rule, or shapes
+    that do not fit.
     """
     inputs = MemoryInputs(queries, keys, values, gates, resets)
     if form not in (*FORMS, "auto"):

@@ -38,7 +38,8 @@ class MemoryState:
     weights, momentum, anchor: one [in, out] matrix per fast weight, float32 (float64 when the inputs are); momentum is
     empty for an algorithm without it. weights are what the rule's retention carries: the fast weights themselves for
     `decay`, else an accumulator or logits, of which `readable_weights` makes the fast weights. anchor: the same at the
-    open chunk's start, where gradients are taken. position: inner steps of the open chunk already taken, from 0 to
+    open chunk's start, where gradients are taken; None where it was not asked for, and such a state can only be read on
+    from where a chunk starts. position: inner steps of the open chunk already taken, from 0 to
     chunk_size - 1; a Python int is static, the fast path. window: the last window - 1 tokens of an algorithm whose
     steps sum several tokens' gradients, in the dtype of the matrices; None for all others. step_total: of an algorithm
     that steps by chunks, the sum of the step sizes of the open chunk's tokens, [matrices]; None for all others.
@@ -46,7 +47,7 @@ class MemoryState:
 
     weights: tuple[Float[Array, "_ _"], ...]
     momentum: tuple[Float[Array, "_ _"], ...]
-    anchor: tuple[Float[Array, "_ _"], ...]
+    anchor: tuple[Float[Array, "_ _"], ...] | None
     position: int | Int[Array, ""]
     window: WindowTokens | None = None
     step_total: Float[Array, " matrices"] | None = None
@@ -57,7 +58,8 @@ class MemoryState:
 class Surprise:
     """What each token cost the memory at the anchor: its inner loss, and the norm of the loss's cotangent at the read.
 
-    loss, cotangent_norm: [time] float32, 0 at padding (Titans 3.1: the gradient is the momentary surprise).
+    loss, cotangent_norm: [time], in the dtype of the matrices, 0 at padding (Titans 3.1: the gradient is the momentary
+    surprise).
     """
 
     loss: Float[Array, " time"]

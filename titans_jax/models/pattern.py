@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from titans_jax.config import ConfigError, ModelConfig, did_you_mean
+from titans_jax.config import ConfigError, ModelConfig, did_you_mean, gate_choices, memory_rule
+from titans_jax.memory.pallas.entry import supports as kernel_runs
 from titans_jax.models.block import BLOCKS, Block
 
 
@@ -25,7 +26,7 @@ def blocks_of(config: ModelConfig) -> list[type[Block]]:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuse a pattern that is none, and what its blocks refuse.
+    """Refuse a pattern that is none, what its blocks refuse, and a kernel that does not run its memories.
 
     Raises:
       ConfigError: one sentence with the field, its value and what would work.
@@ -39,6 +40,13 @@ def check_model(config: ModelConfig) -> None:
         )
     for block in blocks:
         block.check(config)
+    if config.memory.form == "fused" and has_memory(config):
+        rule = memory_rule(config.memory)
+        if not kernel_runs(rule, gate_choices(config.memory).example(rule)):
+            raise ConfigError(
+                f"model.memory.form is 'fused', and no kernel runs {config.memory.preset} with chunk_size "
+                f"{rule.chunk_size}; use auto or chunked"
+            )
 
 
 def has_memory(config: ModelConfig) -> bool:

@@ -135,4 +135,5 @@ def state_dtype(dtype) -> jnp.dtype:
 
 
 def to_state_dtype(x: jax.Array) -> jax.Array:
+    """x in the dtype of the states that operands of its dtype have."""
     return x.astype(state_dtype(x.dtype))

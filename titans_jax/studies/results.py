@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ class Result:
 class ResultsFile:
     """results.jsonl of a study's folder: {"cell": the cell's identity, and the fields of `Result`} a line.
 
-    A line that a kill cut off is dropped. Lines of cells that are no more asked for stay.
+    A line that a kill cut off is dropped. Lines of cells that are no more asked for stay, and those of another version.
     """
 
     def __init__(self, file: Path):
@@ -46,8 +47,9 @@ class ResultsFile:
             except ValueError:
                 continue
             lines.append(line + "\n")
-            identity = fields.pop("cell")
-            self._results[_key(identity)] = Result(**fields)
+            with contextlib.suppress(AttributeError, KeyError, TypeError):  # of another version: asked for by no cell
+                identity = fields.pop("cell")
+                self._results[_key(identity)] = Result(**fields)
         rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
         rewritten.write_text("".join(lines))
         rewritten.replace(file)

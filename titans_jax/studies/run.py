@@ -55,7 +55,10 @@ def find_study(name: str) -> str:
     if not name.endswith(".py") and not one.startswith(":"):
         registered(STUDIES, "NAME", name)
         return name
-    module = import_file(Path(f"{file}.py"))
+    path = Path(f"{file}.py")
+    if not path.is_file():
+        raise ConfigError(f"NAME is {name}, and {path} is no file; use a file that registers a study, or one by name")
+    module = import_file(path)
     own = [known for known, study in STUDIES.items() if study.__module__ == module.__name__]
     if one:
         own = [known for known in own if known == one[1:]]

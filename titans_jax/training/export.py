@@ -117,7 +117,7 @@ def load_export(folder: Path) -> tuple[Config, dict[str, jax.Array], int]:
         config = from_saved(json.loads((folder / "config.json").read_text()))
         check_types(config)
         return config, params, int(about["step"])
-    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, OSError) as error:
         cause = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise CheckpointError(f"{folder} cannot be read as an exported model ({cause}); export it again") from error
 

@@ -60,9 +60,9 @@ def memorize(
 
 
 def choose_algorithm(rule: MemoryRule, gates: Gates, backend: Backend) -> ChunkAlgorithm:
-    """The first of `DeltaRule`, `GatedDeltaRule`, `TiledLeastSquares`, `TokenWeights` that supports the rule, else
-    `ChunkwiseGradient`, which supports all others but the lag token, and that behind `LagToken`; `StaleReads` where the
-    rule is stale."""
+    """`StaleReads` for a stale rule, `LagToken` for a lag token; else the first of `DeltaRule`, `GatedDeltaRule`,
+    `TokenWeights` and, where the backend has a `read_tile`, `TiledLeastSquares` that supports the rule; for all others
+    `ChunkwiseGradient`."""
     if rule.stale:
         return StaleReads(rule, backend)
     if rule.retention.lags:
@@ -80,7 +80,8 @@ class PreparedChunk:
     matrices: the coefficients of every fast matrix; for `TiledLeastSquares` those of the only one's tiles. is_full:
     bool [1, 1], whether the last slot holds a token; None: it does. starts_document: bool, whether the chunk starts
     from the initial state; None without resets. first_gate: the gates of the only token of a chunk whose gradient is
-    taken after its retention, else None. step_total: of the chunk's tokens, for an algorithm that steps by chunks.
+    taken after its retention, else None. step_total: the sum of the step sizes of the chunk's tokens, [matrices], for
+    an algorithm that steps by chunks, else None.
     """
 
     matrices: tuple[IntraChunk | ChannelIntraChunk | GatheringChunk, ...] | Coefficients

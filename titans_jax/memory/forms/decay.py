@@ -198,8 +198,10 @@ def through_tile(c: Coefficients, scales):
 
 
 def last_rows(scales):
+    """The last token's row of each array that is there, [1, ...]."""
     return tuple(None if x is None else x[-1:] for x in scales)
 
 
 def add(ours, theirs):
+    """The sums of arrays in two tuples; None where there is none."""
     return tuple(None if x is None else x + y for x, y in zip(ours, theirs, strict=True))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from titans_jax.memory.rule.architectures import Apply, Architecture, Params, Shapes
 from titans_jax.memory.rule.biases import AttentionalBias
-from titans_jax.memory.rule.capabilities import forget
+from titans_jax.memory.rule.capabilities import drop_inherited
 from titans_jax.ops.newton_schulz import COEFFICIENTS, newton_schulz
 
 Split = Callable[[int], tuple[Apply, ...]]
@@ -65,7 +65,7 @@ class Algorithm:
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        forget(cls, {"descends": False, "keeps_statistics": False}, ("read", "inner_loss", "shapes"))
+        drop_inherited(cls, {"descends": False, "keeps_statistics": False}, ("read", "inner_loss", "shapes"))
 
     def with_momentum(self, momentum: bool) -> Algorithm | None:
         """The same algorithm with momentum, or without it; None where there is no such one."""
@@ -337,6 +337,7 @@ def conjugate_gradients(matvec: Callable[[jax.Array], jax.Array], right: jax.Arr
 
 
 def check_window(window: int) -> None:
+    """Raises ValueError for a window that is no whole number of 1 or more tokens."""
     if not isinstance(window, int) or window < 1:
         raise ValueError(f"window is {window!r}: it must be an integer of 1 or more, for example 16.")
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from titans_jax.memory.rule.capabilities import forget
+from titans_jax.memory.rule.capabilities import drop_inherited
 from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
@@ -57,7 +57,7 @@ class Architecture(abc.ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        forget(cls, {"linear": False, "normalized": False}, ("read", "shapes"))
+        drop_inherited(cls, {"linear": False, "normalized": False}, ("read", "shapes"))
 
     @abc.abstractmethod
     def shapes(self, head_dim: int) -> Shapes:
@@ -130,11 +130,8 @@ class SkipMlp(Mlp):
         return x + super().read(linear, params, x)
 
 
-@register_architecture()
-@dataclasses.dataclass(frozen=True)
-class ResidualMlp(Mlp):
-    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (memory/README.md, The
-    rule; Readings)."""
+class BehindNorm(Architecture):
+    """M(x) = x + LN(N(x)), N being the network that is the next base of a subclass; the norm's scale is slow."""
 
     normalized = True
 
@@ -143,6 +140,13 @@ class ResidualMlp(Mlp):
 
     def slow(self, head_dim: int) -> Params:
         return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
+
+
+@register_architecture()
+@dataclasses.dataclass(frozen=True)
+class ResidualMlp(BehindNorm, Mlp):
+    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (memory/README.md, The
+    rule; Readings)."""
 
     def start_variance(self, head_dim: int) -> float:
         """What a matrix gives is normal, with the mean square of what it is given as its variance."""
@@ -229,17 +233,9 @@ class GatedMlp(Architecture):
 
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
-class ResidualGatedMlp(GatedMlp):
+class ResidualGatedMlp(BehindNorm, GatedMlp):
     """M(x) = x + LN((silu(x W_0) * (x W_1)) W_2): the gated memory of Atlas++ (arXiv 2505.23735), with the norm of the
     other memories here."""
-
-    normalized = True
-
-    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
-        return x + layer_norm(super().read(linear, params, x), params["norm_scale"])
-
-    def slow(self, head_dim: int) -> Params:
-        return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
 
     def start_variance(self, head_dim: int) -> float:
         """That of the two matrices in front, independent of each other, and of the one behind."""

@@ -2,7 +2,7 @@
 the engine differentiates it.
 
 A bias may take a number of every token with it, `Gates.bias_gate`: the threshold of the Huber losses, the shift of
-`value_shift`, the slope of `affine`. Its field is what counts where the gate is None.
+`value_shift`, the slope of `affine`. Where the gate is None, `delta` counts, and for `affine` a slope of 1.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from titans_jax.memory.rule.capabilities import forget
+from titans_jax.memory.rule.capabilities import drop_inherited
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
 
 BIASES: Registry[Callable[..., AttentionalBias]] = Registry("attentional bias")
-"""Attentional biases by name; `affine` is RWKV-7's own and has none."""
+"""Attentional biases by name; `affine` belongs to RWKV-7 and is not among them."""
 
 register_bias = BIASES.register
 
@@ -32,7 +32,7 @@ register_bias = BIASES.register
 class AttentionalBias(abc.ABC):
     """The inner loss of one token. A bias declares:
 
-    takes_gate: with a number of the token's own, `Gates.bias_gate`. gate_by_channel: that may be a number per channel.
+    takes_gate: it takes a number from every token, `Gates.bias_gate`. gate_by_channel: it may differ by channel.
     affine: its cotangent is slope(gate) * read - value, for which a linear memory has a closed form over a whole block
     of tokens; it then has `slope`. constant_slope: that slope where it is the same for all tokens, or None.
 
@@ -46,7 +46,7 @@ class AttentionalBias(abc.ABC):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        forget(cls, {"affine": False, "constant_slope": None, "gate_by_channel": False}, ("__call__", "slope"))
+        drop_inherited(cls, {"affine": False, "constant_slope": None, "gate_by_channel": False}, ("__call__", "slope"))
 
     @abc.abstractmethod
     def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
@@ -241,6 +241,7 @@ def safe_norm(r: jax.Array) -> jax.Array:
 
 
 def check_positive(field: str, value: float) -> None:
+    """Raises ValueError for a number that is not above 0."""
     if not value > 0:
         raise ValueError(f"{field} is {value!r}: it must be above 0, for example 1.")
 

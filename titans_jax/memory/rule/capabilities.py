@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def forget(cls: type, capabilities: Mapping[str, Any], formula: tuple[str, ...]) -> None:
+def drop_inherited(cls: type, capabilities: Mapping[str, Any], formula: tuple[str, ...]) -> None:
     """For `__init_subclass__`: set capabilities of a class that defines one of the methods `formula` back to the given
     values, but for those that the class declares itself."""
     own = vars(cls)

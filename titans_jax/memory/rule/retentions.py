@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.rule.architectures import Params, Shapes
-from titans_jax.memory.rule.capabilities import forget
+from titans_jax.memory.rule.capabilities import drop_inherited
 from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
@@ -64,7 +64,7 @@ class Retention:
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         lost = {"linear": False, "homogeneous": False, "one_slope": False}
-        forget(cls, lost, ("weights", "slope", "close", "first"))
+        drop_inherited(cls, lost, ("weights", "slope", "close", "first"))
 
     def start(self, weights: jax.Array) -> jax.Array:
         """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
@@ -434,6 +434,7 @@ def bisect(function: Callable, low: jax.Array, high: jax.Array, steps: int = 60)
 
 
 def check_size(size: float | None) -> None:
+    """Raises ValueError for a simplex whose sum is not above 0; None is one that the parameters choose."""
     if size is not None and not size > 0:
         raise ValueError(f"size is {size!r}: a simplex needs a size above 0, for example 1.0.")
 
