@@ -87,9 +87,9 @@ class EvaluateOptions:
     """The folder that training wrote."""
     tasks: Positional[tuple[str, ...]] = ("perplexity",)
     """What to measure: names of evaluators. perplexity: loss, bits per byte and perplexity on the run's held-out text.
-    positions: bits per byte by position in a text far longer than a training row, with the state carried on and with it
-    emptied at every window; writes positions.csv, .json and .png into the run's folder. niah: RULER's needles S-NIAH-1
-    to 3; ruler: all of its tasks. `titans evaluate --list` prints all there are.
+    positions: bits per byte by position in long documents, with the state carried on and with it emptied at every
+    window; writes positions.csv, .json and .png into the run's folder. niah: RULER's needles S-NIAH-1 to 3; ruler: all
+    of its tasks. `titans evaluate --list` prints all there are.
     """
     memory: Literal["on", "off", "fresh"] = "on"
     """off: memories are read at their start and never written. fresh: tasks that carry a state from window to window
@@ -99,11 +99,11 @@ class EvaluateOptions:
     length: int = 32768
     """positions: tokens of a row. niah, ruler, babilong: tokens of the longest text; the others are 1,024, 2,048, .."""
     text: Path | None = None
-    """positions, niah, ruler, babilong: the file to read; None reads the run's validation documents, one after another,
-    and of babilong the novels in the folder of data."""
+    """positions, niah, ruler, babilong: the file to read; None reads the run's validation documents, babilong the
+    novels, and niah and ruler the essays of the folder of data."""
     samples: int | None = None
-    """niah, ruler, babilong: questions of every task and length; None asks as many as the protocol. lm-eval's tasks:
-    documents of each; None reads all."""
+    """niah, ruler, babilong: questions of every task and length; None asks as many as the protocol. positions and
+    lm-eval's tasks: documents of each; None reads all."""
     data: Path = Path("data")
     """The folder of the data sets of tasks that read any; `titans data list` says what is there."""
     json: bool = False
@@ -196,7 +196,7 @@ class FetchOptions:
     """Bring data sets into the folder where evaluations look for them; those that are there already stay."""
 
     names: Positional[tuple[str, ...]]
-    """Data sets, of `titans data list`; all: every one of them."""
+    """Data sets, of `titans data list`; all: every one that has an address."""
     data: Path = Path("data")
     """The folder."""
     path: str | None = None

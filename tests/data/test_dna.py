@@ -17,12 +17,15 @@ def test_a_token_a_base_with_padding_on_the_left():
     assert tokenize("ACGTNacgtX", 12).tolist() == [0, 0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
 
 
-def test_the_sets_of_gue_have_their_published_sizes():
+@pytest.mark.parametrize(
+    "name, length, sizes", [("mouse/2", 101, [2620, 328, 328]), ("prom/prom_core_notata", 70, [42452, 5307, 5307])]
+)
+def test_the_sets_of_gue_have_their_published_sizes(name, length, sizes):
     if not SHARED.is_dir():
         pytest.skip("the shared data is not here")
-    dataset = load_dataset("mouse/2", str(SHARED))
-    sizes = [len(dataset.rows(split)["targets"]) for split in ("train", "validation", "test")]
-    assert dataset.classes == 2 and dataset.length == 101 and sizes == [2620, 328, 328]
+    dataset = load_dataset(name, str(SHARED))
+    assert [len(dataset.rows(split)["targets"]) for split in ("train", "validation", "test")] == sizes
+    assert dataset.classes == 2 and dataset.length == length
     assert np.all(dataset.rows("test")["segment_ids"] == 1)
 
 

@@ -77,6 +77,7 @@ def test_a_seed_says_everything():
     [
         ((0, 32, 32), "num_pairs is 0; use at least 1"),
         ((5, 19, 32), "sequence_length is 19; use at least 20"),
+        ((5, 21, 32), "sequence_length is 21; use an even number, such as 22"),
         ((5, 20, 11), "vocab_size is 11; use at least 12"),
         ((5, 20, 12, 0.0), "power is 0.0; use a positive number"),
     ],
@@ -86,6 +87,6 @@ def test_sizes_that_hold_no_sequence_are_refused(sizes, message):
         RecallTask(*sizes)
 
 
-@pytest.mark.parametrize("sizes", [(5, 20, 12), (5, 21, 13), (1, 4, 4)])
+@pytest.mark.parametrize("sizes", [(5, 20, 12), (5, 22, 13), (1, 4, 4)])
 def test_the_smallest_sizes_work(sizes):
     assert np.all(np.sum(recall_sequences(RecallTask(*sizes), 7, 0)["targets"] != -1, axis=1) == sizes[0])

@@ -1,18 +1,22 @@
 """Data sets by name: what is there, and what is fetched from a local server or file, whole or not at all."""
 
+import dataclasses
 import gzip
 import hashlib
 import http.server
 import io
 import json
+import lzma
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from titans_jax import cli
 from titans_jax.data import DataError, sets
 
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 LINES = b'{"goal": "a"}\n{"goal": "b"}\n'
 
 
@@ -76,6 +80,81 @@ def test_a_path_takes_the_place_of_the_address(server, tmp_path, monkeypatch):
     assert file.name == "own.jsonl.gz" and file.read_bytes() == own.read_bytes()
 
 
+def test_a_packed_file_stays_packed(server, tmp_path, monkeypatch):
+    address, folder = server
+    packed = gzip.compress(LINES)
+    (folder / "own.jsonl.gz").write_bytes(packed)
+    serve(monkeypatch, f"{address}/own.jsonl.gz", packed)
+    file = sets.fetch("own", tmp_path)
+    assert file == tmp_path / "a" / "own.jsonl.gz" and gzip.decompress(file.read_bytes()) == LINES
+    assert sets.find_file(tmp_path, "a/own.jsonl") == file
+
+
+def test_a_set_of_several_files_is_a_folder_that_is_there_whole_or_not_at_all(server, tmp_path, monkeypatch):
+    address, folder = server
+    (folder / "many" / "x").mkdir(parents=True)
+    (folder / "many" / "x" / "train.csv").write_bytes(b"one")
+    (folder / "many" / "test.csv").write_bytes(b"two")
+    known = hashlib.sha256(b"onetwo").hexdigest()
+    several = sets.DataSet("own/many", "ours", f"{address}/many", known, parts=("x/train.csv", "test.csv"))
+    monkeypatch.setitem(sets.SETS, "own", several)
+    made = sets.fetch("own", tmp_path)
+    assert made == tmp_path / "own" / "many" == sets.find_file(tmp_path, "own/many")
+    assert (made / "x" / "train.csv").read_bytes() == b"one" and (made / "test.csv").read_bytes() == b"two"
+    monkeypatch.setitem(sets.SETS, "own", dataclasses.replace(several, sha256="0" * 64))
+    with pytest.raises(DataError, match=f"sha256 {known}, not 000"):
+        sets.fetch("own", tmp_path / "wrong")
+    monkeypatch.setitem(sets.SETS, "own", dataclasses.replace(several, parts=("test.csv", "gone.csv")))
+    with pytest.raises(DataError, match="own cannot be fetched from http.*/many/gone.csv"):
+        sets.fetch("own", tmp_path / "wrong")
+    assert list((tmp_path / "wrong" / "own").iterdir()) == []
+    assert (sets.fetch("own", tmp_path / "mine", str(folder / "many")) / "x" / "train.csv").read_bytes() == b"one"
+    with pytest.raises(DataError, match="own is in .*many already; remove that folder to bring another"):
+        sets.fetch("own", tmp_path / "mine", str(folder / "many"))
+    with pytest.raises(
+        DataError, match="own cannot be taken from /nowhere .*; give a folder with test.csv and the like"
+    ):
+        sets.fetch("own", tmp_path / "other", "/nowhere")
+
+
+def test_a_set_without_an_address_says_where_it_goes(tmp_path):
+    with pytest.raises(
+        DataError, match=r"haystack has no address that gives .*: bring it with --path, and it is kept as "
+    ):
+        sets.fetch("haystack", tmp_path)
+    assert not list(tmp_path.iterdir()) and not sets.SETS["haystack"].has_source
+    own = tmp_path / "own.jsonl.gz"
+    own.write_bytes(gzip.compress(LINES))
+    assert sets.fetch("haystack", tmp_path / "data", str(own)) == tmp_path / "data" / "haystack" / "nonfiction.jsonl.gz"
+
+
+def test_pieces_of_a_set_are_found_by_the_first(tmp_path):
+    assert sets.find_file(tmp_path, "books/train*.jsonl") is None
+    (tmp_path / "books").mkdir()
+    for number in (1, 0):
+        (tmp_path / "books" / f"train-{number}.jsonl.xz").write_bytes(b"")
+    assert sets.find_file(tmp_path, "books/train*.jsonl") == tmp_path / "books" / "train-0.jsonl.xz"
+
+
+def test_every_set_of_the_project_s_own_data_is_known_and_is_what_its_sha256_says():
+    """Those whose files lie in shared/data as their addresses give them."""
+    if not SHARED.is_dir():
+        pytest.skip(f"there is no {SHARED}")
+    there = {name for name, one in sets.SETS.items() if sets.find_file(SHARED, one.file) is not None}
+    assert there == set(sets.SETS) - {"lambada_openai", "squad", "hotpotqa", "human_nontata_promoters"}
+    for name in ("wikitext_valid", "ETTh1", "ETTh2", "ETTm1"):
+        assert (
+            hashlib.sha256(unpacked(sets.find_file(SHARED, sets.SETS[name].file))).hexdigest() == sets.SETS[name].sha256
+        )
+    gue = sets.SETS["GUE"]
+    found = b"".join(unpacked(sets.find_file(SHARED / gue.file, part)) for part in gue.parts)
+    assert hashlib.sha256(found).hexdigest() == gue.sha256
+
+
+def unpacked(file):
+    return {".gz": gzip.open, ".xz": lzma.open}[file.suffix](file).read()
+
+
 @pytest.mark.parametrize(
     "file, fields, words",
     [
@@ -121,7 +200,8 @@ def test_the_list_says_what_is_there(tmp_path, capsys):
     assert cli.main(["data", "list", "--data", str(tmp_path)]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(sets.SETS) <= set(lines) and "0.0 MB" in lines["piqa"] and "not there" in lines["boolq"]
-    assert all("http" in line or "tensorflow_datasets" in line for line in lines.values())
+    assert all("http" in line or "tensorflow_datasets" in line or "--path" in sets.SETS[name].source
+               for name, line in lines.items())  # fmt: skip
     assert cli.main(["evaluate", "--list", "--data", str(tmp_path)]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines["piqa"].endswith(f"All in {tmp_path}.")

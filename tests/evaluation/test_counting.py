@@ -95,10 +95,22 @@ def test_a_text_is_as_long_as_fits_with_its_answer(task, length):
     assert sample(task, length) == found and sample(task, length, seed=1).answers != found.answers
 
 
-def test_a_long_list_has_words_enough():
-    found = sample("cwe", 40_000)
-    numbered = re.findall(r"\d+\. (\S+)", found.prompt.rsplit("Below is", 1)[1])
-    assert len(set(numbered)) > 1000 and score(found.answers, " ".join(found.answers)) == 1
+@pytest.mark.parametrize("length, pairs, least", [(2048, 0, 200), (4096, 0, 80), (16384, 1, 400), (40_000, 1, 1000)])
+def test_no_word_of_a_list_tells_by_its_form_that_it_is_common(length, pairs, least):
+    """The share of pairs among the answers is that of all words, at lengths that need more words than there are."""
+    found = sample("cwe", length)
+    example, question = (
+        re.findall(r"\d+\. (\S+)", part.split("\nQuestion")[0]) for part in found.prompt.split("Below is")[1:]
+    )
+    for some in (found.answers, set(question), set(example)):
+        assert sum("-" in word for word in some) == pairs * len(some)
+    assert len(set(question)) > least and set(found.answers) < set(question)
+    assert score(found.answers, " ".join(found.answers)) == 1
+
+
+def test_a_list_longer_than_all_words_is_refused():
+    with pytest.raises(ValueError, match="cwe has 26,216 words, too few for so long a list; use a smaller length"):
+        sample("cwe", 50_000, count=lambda text: len(text) // 1000)
 
 
 @pytest.mark.parametrize("task, length", [("vt", 800), ("cwe", 900), ("fwe", 300)])

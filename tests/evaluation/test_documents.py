@@ -27,7 +27,7 @@ def test_records_are_documents_for_needles_and_positions_alike(run, tmp_path, na
     file.write_bytes(pack(RECORDS.encode()))
     assert read_documents(run, file) == ["The sea.", "The wind."]
     assert niah.read_essay(run, file).first_sentences(4) == ["The sea.", "The wind."]
-    stream = positions.read_stream(run, file)
+    stream = positions.read_corpus(run, file).tokens
     between = run.tokenizer.bos_id
     np.testing.assert_array_equal(stream, [between, *b"The sea.", between, *b"The wind.", between])
     assert read_documents(run, tmp_path) == ["The sea.", "The wind."]
@@ -57,7 +57,7 @@ def test_no_file_is_the_held_out_documents(run):
         ("cut.txt.xz", b"\xfd7zXZ", "cannot be unpacked"),
     ],
 )
-@pytest.mark.parametrize("read", [niah.read_essay, positions.read_stream], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("read", [niah.read_essay, positions.read_corpus], ids=lambda read: read.__name__)
 def test_what_cannot_be_read_is_refused_in_a_sentence(run, tmp_path, name, content, words, read):
     if content is not None:
         (tmp_path / name).write_bytes(content)

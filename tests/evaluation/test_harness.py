@@ -4,7 +4,10 @@ import csv
 import gzip
 import json
 import lzma
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # lm-eval and what it imports
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SIZES = {
     "piqa": 1838, "hellaswag": 10042, "winogrande": 1267, "arc_easy": 2376, "arc_challenge": 1172, "social_iqa": 1954,
-    "boolq": 3270,
+    "boolq": 3270, "lambada_openai": 5153,
 }  # fmt: skip
 
 
@@ -155,14 +158,24 @@ def data(tmp_path):
 def test_tasks_are_those_of_the_harness_on_local_files(run, model, data, monkeypatch, capsys):
     """Scores counted again from the model's own likelihoods; what is not there, or not whole, is said."""
     monkeypatch.setattr(harness, "_import_model", lambda: lambda run: model)
-    rows = {row["task"]: row for row in harness.harness(run, EvaluationOptions(data=data))["results"]}
-    assert list(rows) == ["wikitext", "wikitext_2k", "piqa", "arc_easy", "boolq"]
-    right = 0
+    results = harness.harness(run, EvaluationOptions(data=data))["results"]
+    assert [(row["task"], row["metric"]) for row in results] == [
+        ("wikitext", "word_perplexity"), ("wikitext", "bits_per_byte"), ("wikitext_2k", "word_perplexity"),
+        ("wikitext_2k", "bits_per_byte"), ("piqa", "acc"), ("piqa", "acc_norm"), ("arc_easy", "acc"), ("boolq", "acc"),
+    ]  # fmt: skip
+    rows = {row["task"]: row for row in reversed(results)}  # the first metric of each
+    by_length = {row["task"]: row for row in results}  # the last
+    right = right_by_length = 0
     for document in PIQA:
         choices = [
             nats(run, f"Question: {document['goal']}\nAnswer:", f" {document[name]}")[0] for name in ("sol1", "sol2")
         ]
         right += int(np.argmax(choices)) == document["label"]
+        characters = [len(document["sol1"]), len(document["sol2"])]
+        right_by_length += int(np.argmax(np.divide(choices, characters))) == document["label"]
+    assert by_length["piqa"]["score"] == pytest.approx(100 * right_by_length / 4)
+    assert (rows["piqa"]["chance"], rows["piqa"]["majority"], rows["arc_easy"]["majority"]) == (50, 50, 100)
+    assert rows["wikitext"]["majority"] == ""
     assert rows["piqa"]["documents"] == 4 and rows["piqa"]["score"] == pytest.approx(100 * right / 4)
     yes, no = (nats(run, "It rained.\nQuestion: did it rain?\nAnswer:", f" {word}")[0] for word in ("yes", "no"))
     assert rows["boolq"]["score"] == 100 * (yes > no)
@@ -172,14 +185,40 @@ def test_tasks_are_those_of_the_harness_on_local_files(run, model, data, monkeyp
 
     total = sum(nats(run, "", wikitext_detokenizer({"page": page}))[0] for page in pages)
     assert rows["wikitext"]["score"] == pytest.approx(np.exp(-total / words), rel=1e-4)
+    num_bytes = sum(len(page.encode()) for page in pages)
+    assert by_length["wikitext"]["score"] == pytest.approx(-total / num_bytes / np.log(2), rel=1e-4)
     assert rows["wikitext_2k"]["score"] == pytest.approx(rows["wikitext"]["score"])
     saved = json.loads((run.folder / "harness.json").read_text())
     assert "piqa: 1 of 5 documents left out, the first, 4, has no 'sol2'" in saved["left_out"]
     assert any(each.startswith("lambada_openai: there is no ") for each in saved["left_out"])
     assert "titans: piqa: 1 of 5 documents left out" in capsys.readouterr().err
     with (run.folder / "harness.csv").open() as file:
-        assert [row["task"] for row in csv.DictReader(file)] == list(rows)
+        lines = list(csv.DictReader(file))
+    assert [line["metric"] for line in lines] == [row["metric"] for row in results] and len(lines) == 8
+    assert lines[4]["file"] == str(data / "commonsense" / "piqa.val.jsonl.gz") and lines[0]["majority"] == ""
+    assert [line["split"] for line in lines] == ["test"] * 4 + ["validation"] * 2 + ["test", "validation"]
+    assert set(saved["all"]) == set(rows) and saved["all"]["piqa"]["acc_norm"] == by_length["piqa"]["score"]
     assert (run.folder / "harness.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_majority_of_boolq_s_labels_is_not_chance():
+    """62.2 %, as spec/evaluations.md has it: a model that always says yes."""
+    needs("commonsense/boolq.val.jsonl")
+    file = harness.find_file(DATA, "commonsense/boolq.val.jsonl")
+    documents, _ = harness.read_documents(file, harness.TASKS["boolq"])
+    assert harness.share_of_most(document["answer"] for document in documents) == pytest.approx(62.2, abs=0.05)
+
+
+@pytest.mark.slow
+def test_the_harness_s_own_command_line_knows_the_model(tmp_path):
+    """In a process of its own: the model is found, and asked for a run that is not there."""
+    pytest.importorskip("lm_eval")
+    command = [sys.executable, "-m", "titans_jax.evaluation.lm_eval_model", "--model", "titans_jax", "--tasks", "piqa"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "--model_args", f"run={tmp_path}"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode and "no model for this name" not in done.stderr and f"{tmp_path}" in done.stderr
 
 
 @pytest.mark.slow
@@ -212,8 +251,6 @@ def test_no_file_and_no_harness_are_a_sentence(run, model, tmp_path, monkeypatch
     file.write_text("no json")
     with pytest.raises(EvaluationError, match="cannot be read"):
         harness.read_documents(file, harness.TASKS["piqa"])
-    import sys
-
     monkeypatch.setitem(sys.modules, "titans_jax.evaluation.lm_eval_model", None)
     with pytest.raises(EvaluationError, match=r"cannot be imported .*pip install 'titans-jax\[eval\]'"):
         EVALUATORS["piqa"](run, EvaluationOptions(data=tmp_path))

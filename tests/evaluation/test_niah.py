@@ -4,6 +4,7 @@ import collections
 import csv
 import dataclasses
 import json
+import lzma
 import re
 
 import pytest
@@ -14,6 +15,7 @@ from titans_jax import cli
 from titans_jax.evaluation import EvaluationError, EvaluationOptions, niah
 from titans_jax.evaluation.needles import NOISE, Essay, split_sentences
 from titans_jax.evaluation.ruler_tasks import TASKS, make_sample, score
+from titans_jax.evaluation.show import print_numbers
 from titans_jax.inference import Generator, NotFiniteLogits
 
 NEEDLES = list(TASKS)[:8]
@@ -86,6 +88,21 @@ def test_sentences_end_where_a_reader_would_end_them():
     ]
 
 
+def test_no_sentence_of_an_essay_ends_behind_a_title():
+    text = "Here Mr. Darcy bowed. Mrs. Hill and Capt. Fitz Roy left St. Jago. Dr. Smith is no Mr. He stayed with them."
+    assert Essay(text).first_sentences(len(text.split())) == [
+        "Here Mr. Darcy bowed.",
+        "Mrs. Hill and Capt. Fitz Roy left St. Jago.",
+        "Dr. Smith is no Mr. He stayed with them.",
+    ]
+    assert split_sentences("Here Mr. Darcy bowed. He, too.") == ["Here Mr.", "Darcy bowed.", "He, too."]
+    assert Essay("He was last. Most. Do.").first_sentences(5) == ["He was last.", "Most.", "Do."]
+
+
+def test_an_essay_is_read_again_from_its_first_word():
+    assert " ".join(Essay("One two.\n\nThree").first_sentences(8)) == "One two. Three One two. Three One two."
+
+
 def test_an_answer_counts_by_what_stands_in_it():
     assert (
         score(("12",), " the number\x0012 ") == 1 and score(("AB", "cd"), "ab only") == 0.5 and score(("1",), "") == 0
@@ -113,12 +130,61 @@ def test_a_model_that_knows_nothing_finds_nothing_and_all_is_written(run, monkey
     text.write_text("The sea was calm. Nobody spoke. " * 200)
     short_answers(monkeypatch, NEEDLES[:3])
     numbers = niah.niah(run, EvaluationOptions(length=1024, samples=2, text=text))
-    assert numbers == {name: [{"length": 1024, "samples": 2, "accuracy": 0.0}] for name in NEEDLES[:3]}
+    row = {"length": 1024, "trained_on_rows_of": 16, "samples": 2, "accuracy": 0.0, "titans_lmm": ""}
+    assert numbers == {name: [row] for name in NEEDLES[:3]}
     saved = json.loads((run.folder / "niah.json").read_text())
-    assert saved["essays"] == str(text) and saved["trained_on_rows_of"] == run.config.data.sequence_length
+    assert saved["essays"] == str(text) and saved["trained_on_rows_of"] == 16 and saved["tables"] == numbers
     assert len(saved["answers"]) == 6 and (run.folder / "niah.png").stat().st_size > 10_000
     with (run.folder / "niah.csv").open() as file:
-        assert [row["task"] for row in csv.DictReader(file)] == NEEDLES[:3]
+        rows = list(csv.DictReader(file))
+    assert [row["task"] for row in rows] == NEEDLES[:3]
+    for row in rows:
+        assert {name: row[name] for name in ("length", "trained_on_rows_of", "tokenizer", "essays")} == {
+            "length": "1024", "trained_on_rows_of": "16", "tokenizer": "byte", "essays": str(text),
+        }  # fmt: skip
+        assert "RULER before June 2025, whose contexts fall short by up to 500 words" in row["published"]
+
+
+def test_what_a_reader_must_know_is_printed_once_above_the_tables(run, all_knowing, capsys):
+    print_numbers({"step": run.step} | niah.niah(run, EvaluationOptions(length=2048, samples=1)))
+    printed = capsys.readouterr().out
+    head = printed[: printed.index("niah single 1")]
+    lines = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in head.splitlines()}
+    assert lines["essays"] == "the run's validation documents" and lines["tokenizer"] == "byte"
+    assert head.count("RULER before June 2025") == printed.count("RULER before June 2025") == 1
+    assert printed.index("niah single 3") > printed.index("niah single 2") > len(head)
+
+
+@pytest.mark.parametrize(
+    "pattern, column, percent",
+    [(("lmm", "attention"), "titans_lmm", (98.4, 99.8, 89.4)), (("attention",), "titans_lmm", (98.4, 99.8, 89.4)),
+     (("mag",), "titans_mag", (98.0, 98.8, 98.0)), (("attention", "mac"), "titans_mac", (98.8, 98.2, 98.2))],
+)  # fmt: skip
+def test_what_the_paper_found_with_such_a_model_stands_beside(
+    tmp_path, monkeypatch, all_knowing, pattern, column, percent
+):
+    """Table 2 at 4K; nothing at 1K, where it has none."""
+    monkeypatch.setattr(niah, "TASKS", {name: TASKS[name] for name in (*NEEDLES[:3], "fwe")})
+    found = niah.ruler(run_of(tmp_path, *pattern), EvaluationOptions(length=4096, samples=1))
+    for name, number in zip(NEEDLES[:3], percent, strict=True):
+        beside = {row["length"]: row[column] for row in found[name]}
+        assert beside[4096] == number and beside[1024] == ""
+    assert column not in found["fwe"][0]
+    with (tmp_path / "ruler.csv").open() as file:
+        assert {row["task"]: row[column] for row in csv.DictReader(file) if row["length"] == "4096"} == {
+            **{name: str(number) for name, number in zip(NEEDLES[:3], percent, strict=True)}, "fwe": ""
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("ending, pack", [("", bytes), (".xz", lzma.compress)])
+def test_essays_are_those_of_the_data_sets_where_they_are(run, monkeypatch, all_knowing, tmp_path, ending, pack):
+    (tmp_path / "haystack").mkdir()
+    file = tmp_path / "haystack" / f"nonfiction.jsonl{ending}"
+    file.write_bytes(pack(json.dumps({"text": "Whales are no fish. " * 200}).encode() + b"\n"))
+    niah.niah(run, EvaluationOptions(length=1024, samples=1, data=tmp_path))
+    essays = [prompt for prompt in all_knowing if "grass is green" not in prompt]
+    assert len(essays) == 2 and all("Whales are no fish." in prompt for prompt in essays)
+    assert json.loads((run.folder / "niah.json").read_text())["essays"] == str(file)
 
 
 @pytest.fixture
@@ -157,7 +223,7 @@ def test_questions_about_paragraphs_are_asked_where_their_files_are(run, all_kno
     write_sets(tmp_path)
     monkeypatch.setattr(niah, "TASKS", {"fwe": TASKS["fwe"]})
     numbers = niah.ruler(run, EvaluationOptions(length=1024, samples=3, data=tmp_path))
-    assert numbers["mean"] == [{"length": 1024, "tasks": 3, "accuracy": 100.0}]
+    assert numbers["mean"] == [{"length": 1024, "trained_on_rows_of": 16, "tasks": 3, "accuracy": 100.0}]
     saved = json.loads((run.folder / "ruler.json").read_text())
     assert "left_out" not in saved
     assert [answer["answers"] for answer in saved["answers"] if answer["task"] == "qa_1"] == [

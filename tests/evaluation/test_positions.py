@@ -104,35 +104,142 @@ def test_a_text_that_is_too_short_is_refused_in_a_sentence(tokens, length, messa
         positions.long_rows(np.arange(tokens), length, WINDOW)
 
 
+def corpus_of(run, *texts):
+    return data.tokenize(list(texts), run.tokenizer, show_progress=False)
+
+
+def test_a_row_is_a_document_from_its_first_token_in_whole_windows(tmp_path):
+    run = run_of(tmp_path, "lmm")
+    corpus = corpus_of(run, "a" * 600, "b" * 511, "c" * 510, "d" * 5000, "e" * 40)
+    mark = run.tokenizer.eos_id
+    rows = positions.document_rows(corpus, 2000, WINDOW)
+    # With the token in front of it a document of 511 bytes is 512 inputs: one of 510 does not fill the first bucket.
+    assert [len(row) - 1 for row in rows] == [592, 512, 2000]
+    np.testing.assert_array_equal(rows[0], [mark, *b"a" * 592])
+    np.testing.assert_array_equal(rows[1], [mark, *b"b" * 511, mark])
+    assert all(np.shares_memory(row, corpus.tokens) for row in rows)
+    assert [len(row) - 1 for row in positions.document_rows(corpus, 2000, WINDOW, most=1)] == [592]
+
+
+def test_documents_that_fill_no_second_window_make_no_rows(tmp_path):
+    corpus = corpus_of(run_of(tmp_path, "lmm"), "a" * 1300, "b" * 900)
+    assert positions.document_rows(corpus, 32768, 1024) == []
+    assert [len(row) - 1 for row in positions.document_rows(corpus, 1024, 1024)] == [1024]
+    assert [len(row) - 1 for row in positions.document_rows(corpus, 32768, 512)] == [1024, 512]
+    with pytest.raises(EvaluationError, match="length is 500; use at least one window, data.sequence_length 512"):
+        positions.document_rows(corpus, 500, 512)
+
+
+def test_rows_of_several_lengths_are_those_of_each_alone(tmp_path):
+    run = run_of(tmp_path, "attention")
+    rows = [np.random.default_rng(seed).integers(0, 256, length + 1) for seed, length in enumerate((64, 16, 48))]
+    expected = np.zeros(64)
+    for row in rows:
+        expected[: len(row) - 1] += losses(run, row[None], fresh=False)
+    np.testing.assert_allclose(losses(run, rows, fresh=False), expected, rtol=1e-4)
+
+
+def documents_in(folder, **texts):
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
 def test_what_is_written_and_returned(tmp_path):
+    """Three documents, of which 3, 2 and 1 reach the three buckets; every number against those of each one alone."""
     run = run_of(tmp_path / "run", "lmm", depth=1)
-    text = tmp_path / "documents"
-    text.mkdir()
-    (text / "first.txt").write_text("abcdefgh" * 188)
-    (text / "second.txt").write_text("abcdefgh" * 112)
+    lengths = {"long": 1500, "middle": 700, "short": 520, "tiny": 100}
+    text = documents_in(tmp_path / "texts", **{name: ("abcdefg" * 300)[:length] for name, length in lengths.items()})
     options = EvaluationOptions(length=1200, text=text)
     result = positions.positions(run, options)
-    assert (result["rows"], result["window"]) == (2, WINDOW)
-    assert [(row["first"], row["last"]) for row in result["positions"]] == [(0, 511), (512, 1023), (1024, 1199)]
-    # The first document goes on for 304 tokens of the second row.
-    assert [row["documents"] for row in result["positions"]] == [2, 1, 1]
-    for row in result["positions"]:
-        assert row["tokens"] == 2 * (row["last"] - row["first"] + 1)
-        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2), rel=1e-2)
-        assert row["gain"] == pytest.approx(row["fresh_bits_per_byte"] - row["bits_per_byte"])
-    rows = positions.long_rows(positions.read_stream(run, text), 1200, WINDOW)
-    nats = positions.LongReader(run.graphdef, closed=True).loss_by_position(run.params, rows, WINDOW, fresh=False)
-    means = [nats[row["first"] : row["last"] + 1].sum() / row["tokens"] for row in result["positions"]]
-    np.testing.assert_allclose([row["loss"] for row in result["positions"]], means, rtol=1e-6)
+    assert (result["documents"], result["trained_on_rows_of"], result["chunk_size"]) == (3, WINDOW, small.CHUNK)
+    assert result["tokens_per_second"] > 0
     saved = json.loads((run.folder / "positions.json").read_text())
-    assert saved["buckets"] == result["positions"] and saved["step"] == 7
+    buckets = saved["buckets"]
+    assert result["positions"] == [{column: row[column] for column in positions.SHOWN} for row in buckets]
+    assert [(row["first"], row["last"]) for row in buckets] == [(0, 511), (512, 1023), (1024, 1199)]
+    assert [row["documents"] for row in buckets] == [3, 2, 1]
+    # With the token in front 701 and 521 inputs are 43 and 32 windows.
+    assert [row["tokens"] for row in buckets] == [3 * 512, 512 + 43 * WINDOW - 512, 1200 - 1024]
+    rows = positions.document_rows(positions.read_corpus(run, text), 1200, WINDOW)
+    nats = np.zeros(1200)
+    for row in rows:
+        alone = positions.LongReader(run.graphdef, closed=True).loss_by_position(
+            run.params, row[None], WINDOW, fresh=False
+        )
+        nats[: len(alone)] += alone
+    read = lost = 0
+    for row in buckets:
+        here = nats[row["first"] : row["last"] + 1].sum()
+        read, lost = read + row["tokens"], lost + here
+        assert row["loss"] == pytest.approx(here / row["tokens"], rel=1e-5)
+        assert row["perplexity"] == pytest.approx(np.exp(here / row["tokens"]), rel=1e-4)
+        assert row["cumulative_perplexity"] == pytest.approx(np.exp(lost / read), rel=1e-4)
+        assert row["bytes"] == row["tokens"]  # no document ends inside its row
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2), rel=1e-6)
+        assert row["gain"] == pytest.approx(row["fresh_bits_per_byte"] - row["bits_per_byte"])
+    assert saved["step"] == 7 and saved["text"] == str(text)
+    assert (saved["tokenizer"], saved["memory"], saved["chunk_size"]) == ("byte", "on", small.CHUNK)
+    assert (saved["documents"], saved["documents_of_the_text"]) == (3, 4)
     assert len((run.folder / "positions.csv").read_text().splitlines()) == 4
     assert (run.folder / "positions.png").read_bytes().startswith(b"\x89PNG")
 
     fresh = positions.positions(run, dataclasses.replace(options, memory="fresh"))
-    for row, other in zip(fresh["positions"], result["positions"], strict=True):
+    for row, other in zip(fresh["positions"], buckets, strict=True):
         assert row["gain"] == 0 and row["bits_per_byte"] == other["fresh_bits_per_byte"]
     assert (run.folder / "positions_fresh.csv").exists()
+    assert positions.positions(run, dataclasses.replace(options, samples=1))["documents"] == 1
+
+
+def test_more_documents_than_are_read_side_by_side(tmp_path):
+    """Five documents in two groups, the second filled up: every token once."""
+    run = run_of(tmp_path / "run", "lmm", depth=1)
+    text = documents_in(tmp_path / "texts", **{name: name * 600 for name in "abcde"})
+    positions.positions(run, EvaluationOptions(length=1024, text=text))
+    first, second = json.loads((run.folder / "positions.json").read_text())["buckets"]
+    assert (first["documents"], first["tokens"]) == (5, 5 * 512)
+    assert (second["documents"], second["tokens"]) == (5, 5 * (592 - 512))
+    rows = positions.document_rows(positions.read_corpus(run, text), 1024, WINDOW)
+    reader = positions.LongReader(run.graphdef, closed=True)
+    nats = sum(reader.loss_by_position(run.params, row[None], WINDOW, fresh=False) for row in rows)
+    assert first["loss"] == pytest.approx(nats[:512].sum() / (5 * 512), rel=1e-5)
+    assert second["loss"] == pytest.approx(nats[512:].sum() / (5 * 80), rel=1e-5)
+
+
+def test_a_text_of_short_documents_is_read_across_them_and_that_is_said(tmp_path, capsys):
+    run = run_of(tmp_path / "run", "lmm", depth=1)
+    text = documents_in(tmp_path / "texts", **{f"d{number:02}": f"text {number} " * 40 for number in range(10)})
+    result = positions.positions(run, EvaluationOptions(length=1200, text=text))
+    assert result["stretches"] == 2 and "documents" not in result
+    assert [row["documents"] for row in result["positions"]] == [2, 2, 2]
+    assert "no document of the text has 512 tokens" in capsys.readouterr().err
+    assert json.loads((run.folder / "positions.json").read_text())["stretches"] == 2
+
+
+def broken_run(folder, byte):
+    """A run that knows no number for a byte: every logit behind it is not finite."""
+    run = run_of(folder, "lmm", depth=1, tie_embeddings=False)
+    table = np.array(run.params["embedding"]["embedding"])
+    table[ord(byte)] = np.nan
+    return dataclasses.replace(run, params=run.params | {"embedding": {"embedding": table}})
+
+
+def test_logits_that_are_not_finite_end_in_a_sentence_and_keep_the_buckets_before(tmp_path):
+    run = broken_run(tmp_path / "run", "z")
+    text = documents_in(tmp_path / "texts", a="a" * 700 + "z" + "a" * 1000, b="b" * 1500)
+    options = EvaluationOptions(length=1600, text=text)
+    with pytest.raises(
+        EvaluationError, match=r"logits at positions 512 to 1,023 are not finite; .*; the buckets before"
+    ) as said:
+        positions.positions(run, options)
+    assert "\n" not in str(said.value) and "positions.csv" in str(said.value)
+    (bucket,) = json.loads((run.folder / "positions.json").read_text())["buckets"]
+    assert (bucket["last"], bucket["documents"]) == (511, 2) and math.isfinite(bucket["loss"])
+    (run.folder / "positions.csv").unlink()
+    with pytest.raises(EvaluationError, match="logits at positions 0 to 511 are not finite; .* makes them so$"):
+        positions.positions(broken_run(tmp_path / "run", "b"), options)
+    assert not (run.folder / "positions.csv").exists()
 
 
 @pytest.mark.slow
@@ -159,6 +266,6 @@ def test_evaluate_with_the_memory_on_off_and_fresh(tmp_path, capsys):
     assert found[("lmm",), "on"] == found[("lmm",), "fresh"] != found[("lmm",), "off"]
     assert cli.main(["evaluate", str(tmp_path / "lmm"), "positions", "--length", "640"]) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["rows", "4"] in printed and ["0", "511", "2,048"] in [words[:3] for words in printed]
+    assert any(words[:1] == ["documents"] for words in printed) and ["0", "511"] in [words[:2] for words in printed]
     assert cli.main(["evaluate", str(tmp_path / "lmm"), "positions", "--memory", "none"]) == 2
     assert "memory is 'none'; use on, off or fresh" in capsys.readouterr().err

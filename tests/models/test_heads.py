@@ -43,10 +43,17 @@ def test_the_classifier_is_a_projection_of_the_mean_over_what_is_no_padding():
 
 def test_the_autoencoder_says_all_from_the_last_position():
     model, rows = made("autoencoder"), tokens((1, 5))
-    code = model._read(model.embedding(rows))[0, -1]
+    gains = [np.random.default_rng(number).uniform(0.5, 2, 8) for number in range(3)]
+    for norm, gain in zip(model.norms, gains, strict=True):
+        norm.scale[...] = jnp.asarray(gain, jnp.float32)
+    matrices = [np.asarray(layer.kernel[...], np.float64) for layer in (*model.hidden, model.head)]
+    code = np.asarray(model._read(model.embedding(rows)), np.float64)[0, -1]
     for place, logits in enumerate(model(rows)[0]):
-        hidden = jax.nn.gelu((code + sinusoids(5, 8)[place].astype(np.float32)) @ model.hidden.kernel[...])
-        np.testing.assert_allclose(logits, hidden @ model.head.kernel[...], atol=1e-6)
+        x = code + sinusoids(5, 8)[place]
+        for number, (gain, matrix) in enumerate(zip(gains, matrices, strict=True)):
+            x = (x / np.sqrt(np.mean(x**2) + MODEL.norm_eps) * gain) @ matrix
+            x = x if number == 2 else x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        np.testing.assert_allclose(logits, x, atol=1e-5)
     assert sinusoids(5, 7).shape == (5, 7) and np.allclose(
         sinusoids(3, 4)[2], [np.sin(2), np.sin(0.02), np.cos(2), np.cos(0.02)]
     )

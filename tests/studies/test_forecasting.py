@@ -68,7 +68,7 @@ def test_dlinear_by_hand():
 
 
 def test_end_to_end(folder):
-    arguments = """--models gated_deltanet dlinear --data own --look_backs 16 --horizons 2 4 --epochs 1 --batch_size 33
+    arguments = """--models gated_deltanet dlinear --data own --look_backs 16 --horizons 2 4 --epochs 1 --batch_size 22
         --seeds 1 --dim 8 --head_dim 4 --depth 1""".split()
     out = folder / "out"
     assert cli.main(["study", "forecasting", *arguments, "--folder", str(folder), "--output", str(out)]) == 0
@@ -94,10 +94,16 @@ def test_published_figures_stand_beside_the_same_protocol_only():
         assert study.published(dataclasses.replace(options, **other)) == []
 
 
+def test_notes_say_how_training_differs():
+    said = ForecastingStudy().notes(ForecastingOptions())
+    for words in ("Adam, 0.001 (DLinear 0.005)", "clipped at 1 ", "not an exact reproduction"):
+        assert words in said
+
+
 def test_a_mistake_ends_in_one_sentence(capsys, tmp_path):
     for arguments, message in (
         ("--data ETTh3", "data has 'ETTh3'; use ETTh1, "),
-        ("--folder /nowhere", "is '/nowhere/ett/ETTh1.csv.gz', which is no file"),
+        ("--folder /nowhere", "is '/nowhere/ett/ETTh1.csv', which is no file"),
     ):
         assert cli.main(["study", "forecasting", *arguments.split(), "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err

@@ -4,15 +4,17 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 from tiny_studies import LANGUAGE
 
 from titans_jax import cli
 from titans_jax.config import memory_rule
+from titans_jax.data import load_tokenizer
 from titans_jax.studies import STUDIES, run
 from titans_jax.studies.language import MODELS, LanguageOptions, LanguageStudy, texts
 from titans_jax.studies.length import LengthOptions, languages
-from titans_jax.studies.tasks import _bytes_per_word
+from titans_jax.studies.tasks import _bytes_per_word, _words_begun
 from titans_jax.studies.variants import VariantOptions, mean_to
 from titans_jax.training.run import count_params
 
@@ -117,18 +119,29 @@ def test_the_models_of_the_papers_are_equally_large():
     assert max(counts) - min(counts) <= 2 * 3 * 64
 
 
-def test_word_perplexity_is_two_to_the_bits_of_a_word():
-    text = LANGUAGE.data
+def test_word_perplexity_is_two_to_the_bits_of_a_word_of_what_is_read():
+    """Bytes and words counted one by one in the held-out rows: a word begins after a blank or a document."""
+    num_bytes = words = 0
+    for batch in LANGUAGE._held_out():
+        for before, here in zip(batch["tokens"].ravel().tolist(), batch["targets"].ravel().tolist(), strict=True):
+            num_bytes += 0 <= here < 256
+            blank = lambda byte: chr(byte).isspace() or byte == 256  # noqa: E731
+            words += here >= 0 and blank(before) and not blank(here)
+    assert num_bytes > 20 and words > 1  # two rows of sixteen tokens
     by_word = LANGUAGE._by_word(2.0)
-    assert by_word["bits_per_byte"] == 2.0 and math.log2(by_word["word_perplexity"]) == pytest.approx(
-        2 * _bytes_per_word(text)
-    )
+    assert by_word["bits_per_byte"] == 2.0
+    assert math.log2(by_word["word_perplexity"]) == pytest.approx(2 * num_bytes / words)
     assert LANGUAGE._by_word(1e4)["word_perplexity"] == math.inf
-    from titans_jax import data
 
-    documents = data.open_documents(text, "validation")
-    whole = [documents[number] for number in range(len(documents))]
-    assert _bytes_per_word(text) == sum(len(t.encode()) for t in whole) / sum(len(t.split()) for t in whole)
+
+def test_words_that_begin_in_a_row():
+    tokenizer = load_tokenizer("byte")
+    mark = tokenizer.eos_id
+    for before, targets, expected in (
+        (mark, b"the cat ", 2), (ord("t"), b"he cat", 1), (ord(" "), b"the", 1), (ord("e"), b" ", 0),
+        (ord("a"), [*b"b", mark, *b"c d"], 2),
+    ):  # fmt: skip
+        assert _words_begun(before, np.array([*targets]), tokenizer) == expected
 
 
 @pytest.mark.exhaustive  # test_one_variant_end_to_end sees another study of language
@@ -143,16 +156,45 @@ def test_language_end_to_end(tmp_path):
     saved = finish("language", options, cells, tmp_path)
     for row in saved["rows"]:
         numbers = row["numbers"]
-        expected = 2 ** (numbers["bits_per_byte"]["mean"] * _bytes_per_word(LANGUAGE.data))
+        expected = 2 ** (numbers["bits_per_byte"]["mean"] * _bytes_per_word(task))
         assert numbers["word_perplexity"]["mean"] == pytest.approx(expected)
     assert saved["baselines"][0]["word_perplexity"] > 1
 
 
-def test_texts_are_where_they_are_said_to_be():
+def test_texts_are_where_they_are_said_to_be_packed_or_not(tmp_path):
+    """As `titans data fetch` writes them, and as shared/data has them; what is missing is named as fetched."""
+    assert LanguageOptions().folder == "data"
+    for ending in ("", ".xz"):
+        at = tmp_path / f"data{ending}"
+        files = [
+            at / f"{file}{ending}"
+            for file in ("books/valid.jsonl", "wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.tokens")
+        ]
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(b"")
+        every = texts(str(at), "byte", 64)
+        wiki = every["wikitext"]
+        assert [every["books"].validation_path, wiki.path, wiki.validation_path] == [str(file) for file in files]
     every = texts("/data", "byte", 64)
-    assert every["books"].path == "/data/books" and every["books"].validation_path == "/data/books/valid.jsonl.xz"
-    assert every["wikitext"].validation_path == "/data/wikitext-2/wiki.valid.tokens.xz"
+    assert every["books"].path == "/data/books" and every["wikitext"].path == "/data/wikitext-2/wiki.train.tokens"
     assert {one.packing for one in every.values()} == {"stream"}
+
+
+def test_what_the_notes_say_of_the_text():
+    notes = LanguageStudy().notes(LanguageOptions())
+    assert "tokenised text with <unk>" in notes and "Mamba-1 is not among" in notes
+    assert "<unk>" not in LanguageStudy().notes(LanguageOptions(texts=("books",)))
+    for name, options in (("length", LengthOptions()), ("depth", VariantOptions())):
+        assert "stretches of the held-out text, across documents" in STUDIES[name]().notes(options)
+
+
+def test_a_text_without_text_is_a_sentence(capsys, tmp_path):
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text("")
+    source = f"--language.data.source text --language.data.path {tmp_path}"
+    assert cli.main(["study", "depth", "--quick", *source.split(), "--output", str(tmp_path / "out")]) == 2
+    assert f"the train documents of data.path='{tmp_path}' hold no text: give more of it" in capsys.readouterr().err
 
 
 def test_mistakes_end_in_one_sentence(capsys, tmp_path):

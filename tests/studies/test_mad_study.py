@@ -22,7 +22,8 @@ def test_all_settings_at_every_rate_and_decay():
 
 
 def test_answers_at_random():
-    assert [answers_of(setting) for setting in SETTINGS.values()] == [8, 7, 8, 127, 15, 14]
+    """Of 16 tokens, 15 beside padding, 16 beside noise, 255 beside the insert token, 16, and 14 beside two others."""
+    assert [answers_of(setting) for setting in SETTINGS.values()] == [8, 8, 8, 127, 16, 14]
 
 
 def test_tasks_and_models_are_averaged():
@@ -43,6 +44,7 @@ def test_tasks_and_models_are_averaged():
             done.append((Cell(labels, model, Mad(), seed), result))
     (row,) = study.finish(options, make_rows(done))
     assert row.labels == {"model": "attention"} and row.models == 6 and row.failed == 1
+    assert row.parameters == [10, 10] and row.state_floats == [20, 20] and row.seconds == pytest.approx(0.1)
     assert row.numbers["in-context-recall"] == [pytest.approx(0.5), None]
     assert row.numbers["selective-copying"] == [1.0, 0.5] and row.numbers["mad"] == [pytest.approx(0.75), None]
 
@@ -69,6 +71,26 @@ def test_one_task_end_to_end(tmp_path):
     assert row["tokens"] == [96, 96] and 0 <= row["numbers"]["compression"]["mean"] <= 1
 
 
-def test_a_mistake_ends_in_one_sentence(capsys, tmp_path):
-    assert cli.main(["study", "mad", "--tasks", "copying", "--output", str(tmp_path / "out")]) == 2
-    assert "tasks has 'copying'; use in-context-recall, " in capsys.readouterr().err
+def test_printed_scores_say_how_they_were_trained():
+    words = [words for words, _ in MadStudy().published(MadOptions())]
+    assert words[2] == "Titans LMM, as printed (200 epochs, best of six settings by test)" and len(words) == 3
+    for other in ({"changes": False}, {"longest": 64}, {"train_sequences": 800}):
+        assert MadStudy().published(MadOptions(**other)) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--tasks copying", "tasks has 'copying'; use in-context-recall, "),
+        ("--quick --train_sequences 8", "train_sequences is 8; use at least 16, one batch of batch_size"),
+        ("--train_sequences 0", "train_sequences is 0; use at least 128, one batch of batch_size"),
+        ("--batch_size 512", "batch_size is 512; use at most 256, the training sequences of memorization"),
+        ("--longest 0", "longest is 0; use at least 193, which selective-copying needs"),
+        ("--quick --longest 32", "longest is 32; use at least 33, which selective-copying needs"),
+        ("--quick --longest 5 --tasks compression fuzzy-in-context-recall", "longest is 5; use at least 18, which"),
+    ],
+)
+def test_a_mistake_ends_in_one_sentence(capsys, tmp_path, arguments, message):
+    assert cli.main(["study", "mad", *arguments.split(), "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

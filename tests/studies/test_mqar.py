@@ -20,7 +20,7 @@ from titans_jax.studies.table import make_rows
 from titans_jax.training.run import count_params, init_model
 
 TINY = MqarOptions(
-    presets=("titans",), head_dims=(4,), num_pairs=(2,), sequence_lengths=(8,), vocab_size=8, dims=(8,), depth=1,
+    presets=("titans",), head_dims=(4,), num_pairs=(2,), sequence_lengths=(8,), vocab_size=10, dims=(8,), depth=1,
     steps=3, attention_steps=4, batch_size=4, seeds=2, test_sequences=8, equal_parameters=False, learning_rates=(3e-3,),
     validation_sequences=0,
 )  # fmt: skip
@@ -46,13 +46,13 @@ def test_from_the_command_line_to_the_files(tmp_path, capsys):
     assert row["preset"] == "attention" and row["models"] == "2" and row["tokens"] == str(2 * 4 * 8)
     assert baseline["preset"] == "baseline: one of 2 values at random" and baseline["accuracy"] == "0.5"
     saved = json.loads((tmp_path / "out" / "mqar.json").read_text())
-    assert saved["command"] == command and saved["options"]["vocab_size"] == 8
+    assert saved["command"] == command and saved["options"]["vocab_size"] == 10
     accuracies = []
     for seed, model in enumerate(saved["models"], 1):
         accuracies.append(model["numbers"]["accuracy"])
         assert model["seed"] == seed and model["status"] == "finite"
         assert accuracies[-1] * 16 == round(accuracies[-1] * 16)  # of 8 sequences, 2 queries each
-        assert 0 < model["numbers"]["loss"] < 2 * math.log(8)
+        assert 0 < model["numbers"]["loss"] < 2 * math.log(10)
     assert float(row["accuracy"]) == pytest.approx(np.mean(accuracies))
     assert float(row["accuracy_sd"]) == pytest.approx(np.std(accuracies, ddof=1))
     png = (tmp_path / "out" / "mqar.png").read_bytes()
@@ -93,10 +93,14 @@ def test_the_sweep_of_figure_2_and_its_easy_case():
     options = study.defaults(MqarOptions())
     assert [(task.length, task.num_pairs) for task in mqar.tasks(options)] == [(64, 4), (128, 8), (256, 16)]
     assert options.vocab_size == 8192 and options.presets == MqarOptions().presets and not options.random_fill
-    np.testing.assert_allclose(options.learning_rates, np.logspace(-4, -2, 4), rtol=0.03)
+    assert [task.batch_size for task in mqar.tasks(options)] == [512, 512, 256]
+    assert options.dims == (64, 128, 256, 512)
+    np.testing.assert_allclose(options.learning_rates, [1e-4, 10**-3.3333333333, 10**-2.6666666667, 1e-2], rtol=1e-9)
+    optimizer = mqar.tasks(options)[0].optimizer
+    assert (optimizer.warmup_steps, optimizer.final_learning_rate_ratio, optimizer.beta2) == (0, 0, 0.999)
     quick = study.defaults(MqarOptions(quick=True))
     assert [(task.length, task.num_pairs) for task in mqar.tasks(quick)] == [(64, 4), (128, 8)]
-    assert len(study.cells(quick)) == 4 * 2 * 2
+    assert len(study.cells(quick)) == 4 * 2 * 2 and quick.vocab_size == 256
     easy = study.defaults(MqarOptions(easy=True))
     assert [(task.length, task.num_pairs) for task in mqar.tasks(easy)] == [(32, 4)]
 
@@ -160,20 +164,22 @@ def test_what_is_counted_as_right():
     graphdef, params = init_model(task.fit_to(model), seed=0)
     sequences = recall_sequences(task.sequences, 8, seed=0)
     batch = sequences | {"segment_ids": None}
-    nats, right, counted, answered, whole, rows = make_answer_step(graphdef)(params, sharding.spread(batch, None)[0])
+    sums = Answers(*make_answer_step(graphdef)(params, sharding.spread(batch, None)[0]))
     logits = np.asarray(recall_logits(graphdef, params, sequences), np.float64)
     asked = [(b, t) for b in range(8) for t in range(8) if sequences["targets"][b, t] >= 0]
     answers = [int(sequences["targets"][place]) for place in asked]
     logits = [logits[place] for place in asked]
     guesses = [row.argmax() for row in logits]
-    assert rows == 8 and np.sum(counted) == len(asked) == 16
-    assert np.asarray(counted).tolist() == list(np.bincount(answers, minlength=8))
-    assert np.asarray(answered).tolist() == list(np.bincount(guesses, minlength=8))
+    assert sums.sequences == 8 and np.sum(sums.asked) == len(asked) == 16
+    assert np.asarray(sums.asked).tolist() == list(np.bincount(answers, minlength=10))
+    assert np.asarray(sums.answered).tolist() == list(np.bincount(guesses, minlength=10))
     hits = [guess == answer for guess, answer in zip(guesses, answers, strict=True)]
-    assert np.array_equal(np.asarray(right), np.bincount(answers, hits, minlength=8))
-    assert whole == sum(all(h for (b, _), h in zip(asked, hits, strict=True) if b == row) for row in range(8))
+    assert np.array_equal(np.asarray(sums.right), np.bincount(answers, hits, minlength=10))
+    by_row = [[h for (b, _), h in zip(asked, hits, strict=True) if b == row] for row in range(8)]
+    assert sums.whole == sum(map(all, by_row))
+    assert sums.before_mistake == sum((*row, False).index(False) for row in by_row)
     expected = sum(np.log(np.exp(row).sum()) - row[answer] for row, answer in zip(logits, answers, strict=True))
-    assert float(nats) == pytest.approx(expected, rel=1e-5)
+    assert float(sums.nats) == pytest.approx(expected, rel=1e-5)
 
 
 def recall_logits(graphdef, params, sequences):
@@ -182,17 +188,30 @@ def recall_logits(graphdef, params, sequences):
     return nnx.merge(graphdef, params)(sequences["tokens"])
 
 
+def test_answers_before_the_first_mistake():
+    """Targets are the model's own answers but at two places: 3 before the first, 3 before the second, 8 without."""
+    (task,), (model,) = mqar.tasks(TINY), kinds(dataclasses.replace(TINY, presets=("attention",))).values()
+    graphdef, params = init_model(task.fit_to(model), seed=0)
+    tokens = recall_sequences(task.sequences, 4, seed=0)["tokens"]
+    targets = np.array(np.argmax(recall_logits(graphdef, params, {"tokens": tokens}), axis=-1), np.int32)
+    targets[0, 3], targets[1, 5] = 9 - targets[0, 3], 9 - targets[1, 5]
+    targets[1, :2], targets[3] = -1, -1
+    sums = task.ask(graphdef, params, {"tokens": tokens, "targets": targets})
+    assert (sums.before_mistake, sums.whole, sums.asked.sum()) == (3 + 3 + 8, 2, 8 + 6 + 8)
+    assert sums.numbers["cumulative_accuracy"] == pytest.approx(14 / 22)
+
+
 def test_macro_accuracy_by_hand():
     """Class 0 right in 1 of 2, class 1 in 0 of 1; class 2 was never asked for but answered; class 3 neither."""
-    answers = Answers(3.0, *(np.array(x, float) for x in ([1, 0, 0, 0], [2, 1, 0, 0], [1, 1, 1, 0])), 1.0, 2.0)
+    answers = Answers(3.0, *(np.array(x, float) for x in ([1, 0, 0, 0], [2, 1, 0, 0], [1, 1, 1, 0])), 1.5, 1.0, 2.0)
     assert answers.numbers == {
         "accuracy": pytest.approx(1 / 3), "macro_accuracy": pytest.approx((1 / 2 + 0 + 0) / 3),
-        "sequence_accuracy": 0.5, "loss": 1.0,
+        "cumulative_accuracy": 0.5, "sequence_accuracy": 0.5, "loss": 1.0,
     }  # fmt: skip
 
 
 def test_a_finite_training_set_is_read_again_in_another_order():
-    task = Recall(steps=5, batch_size=4, train_sequences=8, length=8, num_pairs=2, vocab_size=8)
+    task = Recall(steps=5, batch_size=4, train_sequences=8, length=8, num_pairs=2, vocab_size=10)
     rows = np.concatenate([batch["tokens"] for batch in task.batches(1)]).reshape(5, 4, 8)
     epochs = [np.concatenate(rows[first : first + 2]) for first in (0, 2)]
     assert not np.array_equal(*epochs)
@@ -214,11 +233,15 @@ def test_a_finite_training_set_is_read_again_in_another_order():
         ("--num_pairs 4 8", "sequence_lengths has 1 and num_pairs 2 entries; use one of each for every task"),
         ("--learning_rates 0", "optimizer.learning_rate is 0.0; use a positive number"),
         ("--quick maybe", "quick is 'maybe'; use True or False"),
+        ("--sequence_lengths 33", "sequence_length is 33; use an even number, such as 34"),
+        ("--sequence_lengths 0", "sequence_length is 0; use at least 16"),
+        ("--easy False --vocab_size 256", "vocab_size is 256; use more than 256, the longest of sequence_lengths"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.setattr(run, "run_cell", None)  # nothing is compiled
-    assert cli.main(["study", "mqar", "--easy", *arguments.split(), "--output", str(tmp_path / "out")]) == 2
+    easy = [] if "--easy" in arguments else ["--easy"]
+    assert cli.main(["study", "mqar", *easy, *arguments.split(), "--output", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

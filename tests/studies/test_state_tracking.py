@@ -11,6 +11,7 @@ from titans_jax.config import ConfigError
 from titans_jax.data import DataError
 from titans_jax.data.word_problems import group, word_problems
 from titans_jax.memory.rule.presets import PRESETS
+from titans_jax.studies.generated import VALIDATION_SEED
 from titans_jax.studies.models import ATTENTION
 from titans_jax.studies.state_tracking import RULES, StateTrackingOptions, StateTrackingStudy, WordProblem, theory
 from titans_jax.studies.table import Row
@@ -56,6 +57,32 @@ def test_products_are_of_permutations():
     assert {int(table[1, 2]), int(table[2, 1])} == {3, 4}  # the two rotations
 
 
+def test_distinct_rows_are_all_there_are():
+    """The 27 sequences of three elements of Z3: ten of them, the other 17, and not one more."""
+    ten = word_problems(group("Z3"), 3, 10, seed=1, distinct=True)["tokens"]
+    others = word_problems(group("Z3"), 3, 17, seed=1, apart=ten, distinct=True)
+    rows = np.concatenate([ten, others["tokens"]])
+    assert len(np.unique(rows, axis=0)) == 27
+    assert np.array_equal(others["targets"], np.cumsum(others["tokens"], axis=1) % 3)
+    again = word_problems(group("Z3"), 3, 500, seed=2, apart=ten)["tokens"]
+    assert np.array_equal(np.unique(again, axis=0), np.unique(others["tokens"], axis=0))
+    with pytest.raises(DataError, match="count is 18; use at most 17, as many as Z3 has others of length 3"):
+        word_problems(group("Z3"), 3, 18, seed=1, apart=ten, distinct=True)
+
+
+def test_no_test_row_is_trained_on():
+    """Parity of 6 elements has 64 rows: 16 of test, 8 of validation, and only the other 40 are trained on."""
+    task = WordProblem(
+        group="Z2", length=6, test_lengths=(6, 9), steps=50, batch_size=8, test_sequences=16, validation_sequences=8
+    )
+    tested, validated = task.tested(6)["tokens"], task.held_out(VALIDATION_SEED)["tokens"]
+    trained = np.concatenate([batch["tokens"] for batch in task.batches(1)])
+    assert len(trained) == 400
+    parts = [{row.tobytes() for row in rows} for rows in (tested, validated, trained)]
+    assert [len(part) for part in parts] == [16, 8, 40] and len(set.union(*parts)) == 64
+    assert len(np.unique(task.tested(9)["tokens"], axis=0)) == 16
+
+
 @pytest.mark.parametrize("name", ["Q8", "S", "S0", "S3x Z2", "S7"])
 def test_what_is_no_group_is_refused(name):
     with pytest.raises(DataError, match=f"group is '{name}'; use "):
@@ -98,6 +125,8 @@ def test_end_to_end(tmp_path):
     assert row["labels"] == {"group": "S3", "rule": "mamba2", "theory": "no", "found": "no"}
     shares = [row["numbers"][f"accuracy_{length}"]["mean"] * 8 * length for length in (6, 9)]
     assert all(share == pytest.approx(round(share)) for share in shares)
+    accuracies = [row["numbers"][f"{name}accuracy_9"]["mean"] for name in ("", "cumulative_", "sequence_")]
+    assert accuracies == sorted(accuracies, reverse=True)
     assert saved["baselines"][0]["accuracy_9"] == 1 / 6
     assert (tmp_path / "state_tracking.png").read_bytes().startswith(b"\x89PNG")
 
@@ -108,3 +137,18 @@ def test_mistakes_are_refused():
         study.cells(dataclasses.replace(options, rules=("titan",)))
     with pytest.raises(ConfigError, match="task.test_lengths is empty"):
         study.cells(dataclasses.replace(options, task=WordProblem(test_lengths=())))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"length": 0}, "^length has 0; use at least 1"),
+        ({"test_lengths": (8, 0)}, "^test_lengths has 0; use at least 1"),
+        ({"length": 3, "test_lengths": (8,)}, "^length has 3, of which S3 has 216 rows; use a greater length or group"),
+        ({"length": 8, "test_lengths": (3,)}, "^test_lengths has 3, of which S3 has 216 rows; .* the 512 of test_seq"),
+    ],
+)
+def test_lengths_without_enough_rows_are_refused(fields, message):
+    (cell,) = StateTrackingStudy().cells(StateTrackingOptions(groups=("S3",), rules=("mamba2",), seeds=1))
+    with pytest.raises(ConfigError, match=message):
+        WordProblem(**fields).check(cell.model)

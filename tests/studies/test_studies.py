@@ -136,7 +136,7 @@ def test_the_quick_version_is_smaller(name):
         ("length --language.data.source text --language.data.path /nowhere", "'/nowhere' does not exist"),
         ("lenght", "NAME is 'lenght'; use ablation, babilong, dna, "),
         ("lenght", " or yaad; did you mean length?"),
-        ("nothing.py", "extensions names nothing.py, which is no file"),
+        ("nothing.py", "NAME is nothing.py, and nothing.py is no file"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(capsys, monkeypatch, tmp_path, arguments, message):

@@ -19,7 +19,7 @@ from titans_jax.data.errors import DataError
 from titans_jax.data.identity import check_same_text, identify
 from titans_jax.data.packing import Corpus, Rows, pack, tokenize
 from titans_jax.data.pipeline import Batch, Share, Statistics, TrainBatches, ValidationBatches
-from titans_jax.data.prepare import prepare
+from titans_jax.data.prepare import prepare, require_text
 from titans_jax.data.sources import SOURCES, Documents, Split, describe_source, open_documents, register_source
 from titans_jax.data.stored import StoredRows, names, open_indexes, parts, stored_rows
 from titans_jax.data.tfds_text import build_tfds
@@ -55,6 +55,7 @@ __all__ = [
     "pack",
     "prepare",
     "register_source",
+    "require_text",
     "tokenize",
     "tokenizer_files",
     "train_batches",
@@ -136,7 +137,6 @@ def _rows(
             "and set data.source='tokens'"
         )
     corpus = tokenize(open_documents(config, split), tokenizer, show_progress=share.process == 0)
-    if not corpus.num_bytes:
-        raise DataError(f"the {split} documents of {describe_source(config)} hold no text: give more of it")
+    require_text(corpus.num_bytes, split, config)
     rows = pack(corpus, sequence_length=config.sequence_length, packing=config.packing, align=align)
     return rows, Statistics.count(corpus, rows)

@@ -9,6 +9,7 @@ Every setting of `SETTINGS` is the task's baseline; `CHANGES` has what MAD chang
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,12 +41,17 @@ class MadSetting:
     def __post_init__(self) -> None:
         if self.task not in GENERATORS:
             raise DataError(f"task is {self.task!r}; use {', '.join(GENERATORS)}")
-        least = 2 * self.copies + 1 if self.task == "selective-copying" else 4 * self.motif
-        if self.length < least:
-            raise DataError(f"length is {self.length}; use at least {least} for {self.task}")
+        if self.length < self.shortest:
+            raise DataError(f"length is {self.length}; use at least {self.shortest} for {self.task}")
         small = 8 + self.noise_tokens * (self.task == "noisy-in-context-recall")
         if self.vocab_size < small:
             raise DataError(f"vocab_size is {self.vocab_size}; use at least {small} for {self.task}")
+
+    @property
+    def shortest(self) -> int:
+        """The least length: copying has its tokens twice and one between; fuzzy recall has three of its longest pairs,
+        the others two pairs of tokens."""
+        return {"selective-copying": 2 * self.copies + 1, "fuzzy-in-context-recall": 6 * self.motif}.get(self.task, 4)
 
 
 Generator = np.random.Generator
@@ -55,7 +61,7 @@ def mad_sequences(setting: MadSetting, count: int, seed: int, asked: bool) -> di
     """`count` sequences; the same seed gives the same ones.
 
     asked: targets only where an answer is wanted, and the keys of fuzzy recall at their longest; else, in the three
-    recall tasks, every next token is a target, as MAD trains.
+    recall tasks, every next token is a target, padding too, as MAD trains.
 
     Returns:
       {"tokens", "targets"}, int32 [count, length]; a target of -1 is not asked for.
@@ -99,56 +105,79 @@ def _pairs(setting: MadSetting, generator: Generator, asked: bool, vocabulary: i
 
 
 def fuzzy_recall(setting: MadSetting, generator: Generator, asked: bool) -> Row:
-    """Keys and values are motifs of one to `motif` different tokens; padding, the last token, is on the left."""
-    pad, half, known = setting.vocab_size - 1, setting.vocab_size // 2, {}
-    tokens, targets = [], []
+    """Keys and values are motifs of one to `motif` different tokens; padding, the last token, is on the left.
+
+    Keys are of the lower half of the other tokens, values of the upper. The last pair was shown before.
+    """
+    pad = setting.vocab_size - 1
+    tokens, targets, shown = [], [], set()
 
     def draw(first: int, end: int, longest: bool) -> tuple[int, ...]:
         size = setting.motif if longest else generator.integers(1, setting.motif + 1)
         return tuple((first + generator.permutation(end - first)[:size]).tolist())
 
-    def add(key: tuple[int, ...], value: tuple[int, ...], seen: bool) -> None:
+    def add(key: tuple[int, ...], value: tuple[int, ...]) -> None:
         # A token is asked for at the one before it.
-        targets.extend([-1] * (len(key) - 1) + (list(value) if seen else [-1] * len(value)) + [-1])
+        targets.extend([-1] * (len(key) - 1) + (list(value) if key in shown else [-1] * len(value)) + [-1])
         tokens.extend(key + value)
+        shown.add(key)
 
-    while True:
-        key = draw(0, half, asked)
-        value = known.get(key) or draw(half, pad, False)
-        room = setting.length - 2 * setting.motif  # for the last pair, whose key is one that was seen
-        if known and len(tokens) + len(key) + len(value) > room:
-            break
-        add(key, value, key in known)
-        known[key] = value
-    key = list(known)[generator.integers(len(known))]
-    add(key, known[key], True)
+    last = draw(0, pad // 2, asked)
+    values = {last: draw(pad // 2, pad, False)}
+    room = setting.length - len(last) - len(values[last]) - 2 * setting.motif
+    # From this place on the last pair is the next to be shown: the longest pair in between leaves it room.
+    place = generator.integers(room - 2 * setting.motif + 1)
+    while len(tokens) < room:
+        key = last if last not in shown and len(tokens) >= place else draw(0, pad // 2, asked)
+        if key not in values:
+            values[key] = draw(pad // 2, pad, False)
+        add(key, values[key])
+    add(last, values[last])
     fill = setting.length - len(tokens)
     tokens, targets = [pad] * fill + tokens, [-1] * fill + targets
-    return tokens, targets if asked else [*([-1] * fill), *tokens[fill + 1 :], -1]
+    return tokens, targets if asked else [*tokens[1:], -1]
 
 
 def memorization(setting: MadSetting, generator: Generator, asked: bool) -> Row:
     """Key, insert token (the last), key, insert token, ...: the value of a map that no sequence shows."""
-    insert, half = setting.vocab_size - 1, setting.vocab_size // 2
-    values = np.random.default_rng(MAP_SEED).integers(half, insert, size=half)
-    keys = generator.integers(half, size=setting.length // 2)
+    insert, values = setting.vocab_size - 1, memorized(setting.vocab_size)
+    keys = generator.integers(len(values), size=setting.length // 2)
     tokens, targets = np.full(setting.length, insert), np.full(setting.length, -1)
     tokens[: 2 * len(keys) : 2], targets[1 : 2 * len(keys) : 2] = keys, values[keys]
     return tokens.tolist(), targets.tolist()
 
 
+@functools.lru_cache(maxsize=8)
+def memorized(vocab_size: int) -> np.ndarray:
+    """The value of every key 0, 1, ... of memorization, each another one: int64 [(vocab_size - 1) // 2].
+
+    MAD's own map: keys and the values behind them, both shuffled, are paired in order, and one value may be left over.
+    """
+    generator, half = np.random.default_rng(MAP_SEED), (vocab_size - 1) // 2
+    keys, values = list(range(half)), list(range(half, vocab_size - 1))
+    generator.shuffle(keys)
+    generator.shuffle(values)
+    found = np.empty(half, np.int64)
+    found[keys] = values[:half]
+    return found
+
+
 def compression(setting: MadSetting, generator: Generator, asked: bool) -> Row:
-    """Random tokens, then the compress token (the last of the vocabulary): all are asked back."""
-    tokens = generator.integers(setting.vocab_size - 1, size=setting.length - 1).tolist()
-    return [*tokens, setting.vocab_size - 1], [*tokens, -1]
+    """Random tokens, then the compress token (the last of the vocabulary): all are asked back, this one too."""
+    last = setting.vocab_size - 1
+    tokens = [*generator.integers(last, size=setting.length - 1).tolist(), last]
+    return tokens, tokens
 
 
 def selective_copying(setting: MadSetting, generator: Generator, asked: bool) -> Row:
-    """Tokens among blanks, the copy token, and as many blanks to fill in as there were tokens."""
+    """Tokens with blanks before them, the copy token, and as many blanks to fill in as there were tokens.
+
+    Every blank is before a token drawn uniformly, so that the last token stands right before the copy token.
+    """
     blank, copy = setting.vocab_size - 2, setting.vocab_size - 1
     wanted = generator.integers(blank, size=setting.copies)
-    read = np.full(setting.length - setting.copies - 1, blank)
-    read[np.sort(generator.permutation(len(read))[: setting.copies])] = wanted
+    blanks = setting.length - 2 * setting.copies - 1
+    read = np.insert(wanted, generator.integers(setting.copies, size=blanks), blank)
     tokens = [*read.tolist(), copy, *[blank] * setting.copies]
     return tokens, [-1] * (len(read) + 1) + wanted.tolist()
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from titans_jax.data.errors import DataError
 from titans_jax.data.packing import Corpus, count_utf8, encode_after, pack, parts_of, stretches, token_dtype
-from titans_jax.data.sources import Split, open_documents
+from titans_jax.data.sources import Split, describe_source, open_documents
 from titans_jax.data.stored import (
     INDEX,
     Index,
@@ -132,14 +132,23 @@ def prepare(
                 finish(until=workers + 1)
         finish(until=0)
     for split, shards in made.items():
-        if not any(shard.tokens for shard in shards):
-            raise DataError(f"the {split} documents hold no text: give more of it")
+        require_text(sum(shard.bytes for shard in shards), split, config)
     for file in tokenizer_files(config.tokenizer):
         (target / file.name).write_bytes(file.read_bytes())
     write_index(target, settings, made)
     for left in [*target.glob("*.tmp"), *target.glob("*.array_record.json"), target / SETTINGS]:
         left.unlink(missing_ok=True)
     return read_index(folder)
+
+
+def require_text(num_bytes: int, split: Split, config: DataConfig) -> None:
+    """Refuse a split whose documents have so many bytes of text, if that is none.
+
+    Raises:
+      DataError: there is no text.
+    """
+    if not num_bytes:
+        raise DataError(f"the {split} documents of {describe_source(config)} hold no text: give more of it")
 
 
 def _begin(target: epath.Path, folder: str, settings: dict[str, Any]) -> None:

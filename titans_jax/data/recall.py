@@ -32,9 +32,10 @@ class RecallTask:
     num_pairs: int
     """Key-value pairs of a sequence; each is asked for once."""
     sequence_length: int
-    """Tokens of a sequence, at least four per pair."""
+    """Tokens of a sequence, an even number, at least four per pair."""
     vocab_size: int
-    """Tokens in all: the blank, keys and values."""
+    """Tokens in all: the blank, keys and values. Zoology has more of them than sequence_length; two per pair and two
+    others are enough for a sequence."""
     power: float = 0.01
     """Exponent of the power law, as Zoology counts it: near 0 queries crowd behind the pairs, 1 spreads them evenly."""
     random_fill: bool = False
@@ -47,6 +48,10 @@ class RecallTask:
             raise DataError(
                 f"sequence_length is {self.sequence_length}; use at least {4 * self.num_pairs}: a key, a value, a "
                 f"query and its answer's place for each of num_pairs {self.num_pairs}"
+            )
+        if self.sequence_length % 2:
+            raise DataError(
+                f"sequence_length is {self.sequence_length}; use an even number, such as {self.sequence_length + 1}"
             )
         if self.vocab_size < 2 * self.num_pairs + 2:
             raise DataError(

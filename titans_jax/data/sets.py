@@ -1,12 +1,13 @@
-"""Data sets by name: which files the evaluations read, whether they are there, and where they come from.
+"""Data sets by name: which files evaluations and studies read, whether they are there, and where they come from.
 
     titans data list                        all of them, in the folder `data`, or --data FOLDER
     titans data fetch piqa boolq            what is not there, from its official address, or --path FILE_OR_ADDRESS
     titans data fetch piqa --path my.jsonl  a file of one's own in its place
 
-A set is one file in that folder. It is fetched whole, compared with the sha256 that is known of its address (those of
-tensorflow_datasets' tables, and of what others have recorded), brought into the fields that are read, and put into
-place last: a fetch that fails leaves nothing. Sets that need a builder are built by tensorflow_datasets.
+A set is one file in that folder, or a folder of several. It is fetched whole, compared with the sha256 that is known of
+its address (those of tensorflow_datasets' tables, and of what others have recorded), brought into the fields that are
+read, and put into place last: a fetch that fails leaves nothing. Sets that need a builder are built by
+tensorflow_datasets. A few have no address that gives them in this form; the user brings these with --path.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class DataSet:
-    """One file, what it is, and where it comes from."""
+    """One file, or a folder of several, what it is, and where it comes from."""
 
     file: str
-    """In the folder of data sets; may lie there packed (.gz, .xz)."""
+    """In the folder of data sets: a file, which may lie there packed (.gz, .xz) and, with a * in its name, in several
+    pieces; or a folder."""
     what: str
     address: str | None = None
     sha256: str | None = None
-    """That of what the address gives; None where nobody recorded it."""
+    """That of what the address gives, of several files one after another; None where nobody recorded it."""
     member: str | None = None
     """The file in the archive that the address gives."""
     labels: str | None = None
@@ -51,6 +53,20 @@ class DataSet:
     """A builder of tensorflow_datasets, where there is no address: "name:split"."""
     convert: Callable[[Any], dict[str, Any]] | None = None
     """A record of the builder -> a record of the file."""
+    parts: tuple[str, ...] = ()
+    """The files of a folder, below the address as below the folder."""
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, in words."""
+        if self.builder is not None:
+            return f"tensorflow_datasets {self.builder}"
+        return self.address or "no address, give it with --path"
+
+    @property
+    def has_source(self) -> bool:
+        """Whether it can be fetched without a path of the user's."""
+        return self.address is not None or self.builder is not None
 
 
 def _arc(record: Any) -> dict[str, Any]:
@@ -69,12 +85,23 @@ def _text(value: Any) -> str:
 
 
 _AI2 = "https://storage.googleapis.com/ai2-mosaic/public"
-_ETT = "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/main/ETT-small"
+_GITHUB = "https://raw.githubusercontent.com"
+_GUE = ("mouse/0", "mouse/2", "mouse/3", "prom/prom_300_tata", "prom/prom_core_all", "prom/prom_core_notata",
+        "prom/prom_core_tata", "tf/0", "tf/1", "tf/2")  # fmt: skip
+_WIKITEXT = f"{_GITHUB}/pytorch/examples/main/word_language_model/data/wikitext-2"
+_ETT = f"{_GITHUB}/zhouhaoyi/ETDataset/main/ETT-small"
 SETS: dict[str, DataSet] = {
     "wikitext": DataSet(
         "wikitext-2/wiki.test.raw", "WikiText-2, raw test text",
         "https://huggingface.co/datasets/ggml-org/ci/resolve/main/wikitext-2-raw-v1.zip",
         "ef7edb566e3e2b2d31b29c1fdb0c89a4cc683597484c3dc2517919c615435a11", "wikitext-2-raw/wiki.test.raw",
+    ),
+    "wikitext_train": DataSet(
+        "wikitext-2/wiki.train.tokens", "WikiText-2, tokenised training text with <unk>", f"{_WIKITEXT}/train.txt"
+    ),
+    "wikitext_valid": DataSet(
+        "wikitext-2/wiki.valid.tokens", "WikiText-2, tokenised validation text with <unk>", f"{_WIKITEXT}/valid.txt",
+        "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
     ),
     "lambada_openai": DataSet(
         "lambada/lambada_test.jsonl", "LAMBADA, OpenAI's version of the test set",
@@ -88,7 +115,7 @@ SETS: dict[str, DataSet] = {
     ),
     "hellaswag": DataSet(
         "commonsense/hellaswag.val.jsonl", "HellaSwag, validation set",
-        "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
+        f"{_GITHUB}/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
         "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
     ),
     "winogrande": DataSet(
@@ -118,6 +145,12 @@ SETS: dict[str, DataSet] = {
     "books": DataSet(
         "books/valid.jsonl", "novels, for BABILong: PG-19's test set", builder="pg19:test", convert=_book
     ),
+    "books_train": DataSet(
+        "books/train*.jsonl", "novels to train on: PG-19's training set, 11 GB", builder="pg19:train", convert=_book
+    ),
+    "haystack": DataSet(
+        "haystack/nonfiction.jsonl", "essays that needles are hidden in, a record with a text each, for niah and ruler"
+    ),
     "squad": DataSet(
         "squad/dev-v2.0.json", "SQuAD 2.0, development set, for RULER's qa_1",
         "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json",
@@ -136,20 +169,37 @@ SETS: dict[str, DataSet] = {
                      "a3dc2c597b9218c7ce1cd55eb77b283fd459a1d09d753063f944967dd6b9218b"),
     "ETTm1": DataSet("ett/ETTm1.csv", "ETT, quarter hours, first transformer", f"{_ETT}/ETTm1.csv",
                      "6ce1759b1a18e3328421d5d75fadcb316c449fcd7cec32820c8dafda71986c9e"),
+    "Weather": DataSet(
+        "weather/weather.csv", "Weather of 2020, ten minutes, 21 channels",
+        f"{_GITHUB}/ljnvs/HiCR-Mamba/d472c100956ed4373e9ca3700481ce88f8f1e4dd/datasets/weather/weather.csv.gz",
+        "862e9b447a3933f14b6f2d3d686a35d3adb5a486f97acfa46869be0e4bb682db",
+    ),
+    "GUE": DataSet(
+        "genomics/gue", "10 of GUE's sets of DNA: " + ", ".join(_GUE),
+        f"{_GITHUB}/wds-seu/DeepGene/486343e5212361d6cd7ed03c624f430ed3d5f02e/data/GUE",
+        "e30eb83144c4b606bd5a95accfe8ccccbb635c9dbf57f1c067c6c4d2f589be83",
+        parts=tuple(f"{name}/{split}.csv" for name in _GUE for split in ("train", "dev", "test")),
+    ),
+    "human_nontata_promoters": DataSet(
+        "genomics/genomic_benchmarks/human_nontata_promoters", "GenomicsBenchmarks' promoters, as train and test .csv "
+        "or .tsv with the columns sequence and label", parts=("train.csv", "test.csv"),
+    ),
 }  # fmt: skip
 """All sets by name; those of lm-eval's tasks have the tasks' names."""
 
 
 def find_file(folder: Path, file: str) -> Path | None:
-    """The file of that name in a folder, as it is or packed; None where there is none."""
-    return next((found for ending in PACKED if (found := folder / (file + ending)).is_file()), None)
+    """The file of that name in a folder, as it is or packed, or the folder of that name; of several pieces the first;
+    None where there is none."""
+    return next((found for ending in PACKED for found in sorted(folder.glob(file + ending))), None)
 
 
 def fetch(name: str, folder: Path, path: str | None = None, track: Callable[..., Any] = lambda it, **_: it) -> Path:
-    """Bring a set into the folder, and return its file; the one that is there already, if it is.
+    """Bring a set into the folder, and return its file, or its own folder; what is there already, if it is.
 
     Args:
-      path: a file or an address to take it from, in place of its own; then nothing is known of its sha256.
+      path: a file or an address to take it from, in place of its own, or of a set of several files a folder; then
+        nothing is known of its sha256.
       track: shows the progress of an iterator over parts, as rich.progress.track.
 
     Raises:
@@ -157,24 +207,49 @@ def fetch(name: str, folder: Path, path: str | None = None, track: Callable[...,
     """
     if name not in SETS:
         raise DataError(f"there is no data set {name!r}; use {', '.join(SETS)}{did_you_mean(name, SETS)}")
-    one, target = SETS[name], folder / SETS[name].file
+    one, target = SETS[name], folder / SETS[name].file.replace("*", "")
     if path is None and (there := find_file(folder, one.file)) is not None:
         return there
+    if path is None and not one.has_source:
+        raise DataError(
+            f"{name} has no address that gives {one.what}: bring it with --path, and it is kept as {target}"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as beside:
-        made = Path(beside) / "made"
-        if path is not None or one.builder is None:
-            source = path or one.address
-            content = _download(name, str(source), Path(beside) / "fetched", track)
+        made, source = Path(beside) / "made", path or one.address
+        if one.parts:
+            _bring_parts(name, one, made, path, track)
+        elif source is not None:
+            content = _download(name, source, Path(beside) / "fetched", track)
             if path is None:
-                _check(name, one, content)
-            _unpack(name, one, content, made, str(source))
+                _check(name, one, [content])
+            _unpack(name, one, content, made, source)
         else:
             _build(name, one, made, Path(beside))
-        ending = Path(path).suffix if path is not None and Path(path).suffix in PACKED else ""
-        target = target.with_name(target.name + ending)
+        ending = Path(source).suffix if source is not None and not one.parts else ""
+        target = target.with_name(target.name + (ending if ending in PACKED else ""))
+        if target.is_dir():
+            raise DataError(f"{name} is in {target} already; remove that folder to bring another")
         made.replace(target)
     return target
+
+
+def _bring_parts(name: str, one: DataSet, made: Path, path: str | None, track: Callable[..., Any]) -> None:
+    """The folder of a set of several files: a copy of the user's, or each file of the address."""
+    if path is not None:
+        try:
+            shutil.copytree(Path(path).expanduser(), made)
+        except OSError as error:
+            raise DataError(
+                f"{name} cannot be taken from {path} ({error.strerror or error}); give a folder with {one.parts[0]} "
+                "and the like"
+            ) from error
+        return
+    files = []
+    for part in one.parts:
+        (made / part).parent.mkdir(parents=True, exist_ok=True)
+        files.append(_download(name, f"{one.address}/{part}", made / part, track))
+    _check(name, one, files)
 
 
 def _download(name: str, source: str, file: Path, track: Callable[..., Any]) -> Path:
@@ -200,9 +275,11 @@ def _download(name: str, source: str, file: Path, track: Callable[..., Any]) -> 
         ) from error
 
 
-def _check(name: str, one: DataSet, content: Path) -> None:
-    found = hashlib.sha256(content.read_bytes()).hexdigest()
-    if one.sha256 is not None and found != one.sha256:
+def _check(name: str, one: DataSet, files: list[Path]) -> None:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    if one.sha256 is not None and (found := digest.hexdigest()) != one.sha256:
         raise DataError(
             f"{name} from {one.address} has sha256 {found}, not {one.sha256}: it is another file, or damaged; fetch it "
             "yourself and give it with --path"

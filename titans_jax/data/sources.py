@@ -390,11 +390,13 @@ def _not_utf8(place: str, byte: int) -> DataError:
 
 
 def require_path(config: DataConfig) -> None:
+    """Raises DataError where the source needs `data.path` and there is none."""
     if config.path is None:
         raise DataError(f"data.path is missing: data.source={config.source!r} reads the file or folder it names")
 
 
 def refuse_validation_path(config: DataConfig) -> None:
+    """Raises DataError where a `data.validation_path` was given to a source that holds out documents of its own."""
     if config.validation_path is not None:
         raise DataError(
             f"data.validation_path={str(config.validation_path)!r} has no use with data.source={config.source!r}: "

@@ -52,13 +52,32 @@ def group(name: str) -> Group:
     return Group(name, functools.reduce(_direct_product, tables))
 
 
-def word_problems(group: Group, length: int, count: int, seed: int) -> dict[str, np.ndarray]:
+def word_problems(
+    group: Group, length: int, count: int, seed: int, apart: np.ndarray | None = None, distinct: bool = False
+) -> dict[str, np.ndarray]:
     """`count` sequences; the same seed gives the same ones.
+
+    Args:
+      apart: sequences that none of them is, int32 [n, length].
+      distinct: no two of them are the same.
 
     Returns:
       {"tokens", "targets"}, int32 [count, length]: elements, and the product of those up to each position.
+
+    Raises:
+      DataError: there are not so many sequences.
     """
-    elements = np.random.default_rng(seed).integers(group.order, size=(count, length), dtype=np.int32)
+    generator = np.random.default_rng(seed)
+    elements = generator.integers(group.order, size=(count, length), dtype=np.int32)
+    taken = {row.tobytes() for row in apart} if apart is not None else set()
+    left = group.order**length - len(taken)
+    if left < (count if distinct else 1):
+        raise DataError(f"count is {count}; use at most {left}, as many as {group.name} has others of length {length}")
+    for row in elements:
+        while row.tobytes() in taken:
+            row[:] = generator.integers(group.order, size=length, dtype=np.int32)
+        if distinct:
+            taken.add(row.tobytes())
     products, reached = np.empty_like(elements), np.zeros(count, np.int32)
     for position in range(length):
         reached = group.table[reached, elements[:, position]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Asking:
 
     name: what its files are called. make: the question of a task, a length and a number; ValueError, of one sentence,
     where a length has no room for it. header: what a reader of the numbers must know. left_out: sentences on what is
-    not asked at any length.
+    not asked at any length. columns: what else a row of the table says of a task and a length.
     """
 
     name: str
@@ -70,11 +71,12 @@ class Asking:
     header: dict[str, Any]
     draw: Callable[..., None]
     left_out: Sequence[str] = ()
+    columns: Callable[[str, int], dict[str, float | str]] = lambda task, length: {}
 
     def measure(self, run: Run, options: EvaluationOptions) -> Numbers:
         """The table of each task by its name, a row for every length that its questions fit.
 
-        Writes <name>.csv, .json with every answer, and .png, into the run's folder.
+        Writes <name>.csv, .json with every answer, and .png, into the run's folder, each with the header.
 
         Raises:
           EvaluationError: the model's logits are not finite, or no question fits.
@@ -99,12 +101,19 @@ class Asking:
             raise EvaluationError(f"{self.name}: {failure or next(iter(left_out.values()))}") from failure
         # A question that has no room ends its cell, whose earlier answers would be those of the short ones.
         kept = [each for each in answers if (each.task, each.length) not in left_out] or answers
+        header = {
+            "step": run.step,
+            "trained_on_rows_of": run.config.data.sequence_length,
+            "tokenizer": run.config.data.tokenizer,
+            "memory": options.memory,
+        } | self.header
         numbers: Numbers = {}
         for task in self.tasks:
-            if table := _table([each for each in kept if each.task == task]):
-                numbers[task] = table
+            if rows := self._rows([each for each in kept if each.task == task], header["trained_on_rows_of"]):
+                numbers[task] = Table(rows, header)
         sentences = [*self.left_out, *left_out.values()]
-        self._write(run, options, kept, numbers, sentences)
+        files = self.name if options.memory == "on" else f"{self.name}_{options.memory}"
+        self._write(run.folder / files, header, kept, numbers, sentences)
         for sentence in sentences:
             console.print(f"titans: left out: {sentence}", highlight=False, soft_wrap=True)
         if failure:
@@ -124,40 +133,47 @@ class Asking:
             depth = None if question.depth is None else round(question.depth, 4)
             yield Answer(task, length, number, depth, question.answers, text, question.score(text))
 
+    def _rows(self, answers: list[Answer], trained_on: int) -> list[dict[str, float | str]]:
+        rows = []
+        for length in dict.fromkeys(answer.length for answer in answers):
+            right = [answer.accuracy for answer in answers if answer.length == length]
+            accuracy = round(100 * float(np.mean(right)), 2)
+            row = {"length": length, "trained_on_rows_of": trained_on, "samples": len(right), "accuracy": accuracy}
+            rows.append(row | self.columns(answers[0].task, length))
+        return rows
+
     def _write(
-        self, run: Run, options: EvaluationOptions, answers: list[Answer], numbers: Numbers, left_out: list[str]
+        self, file: Path, header: dict[str, Any], answers: list[Answer], numbers: Numbers, left_out: list[str]
     ) -> None:
-        files = self.name if options.memory == "on" else f"{self.name}_{options.memory}"
-        header = {
-            "step": run.step,
-            "trained_on_rows_of": run.config.data.sequence_length,
-            "tokenizer": run.config.data.tokenizer,
-            "memory": options.memory,
-        } | self.header
         without = {"left_out": left_out} if left_out else {}
-        save_json(header | without | {"answers": answers}, run.folder / f"{files}.json")
-        save_csv([{"task": task, **row} for task in numbers for row in numbers[task]], run.folder / f"{files}.csv")
+        save_json(header | without | {"tables": numbers, "answers": answers}, file.with_suffix(".json"))
+        # Every row with the header: rows of several files may come to stand in one table.
+        rows = [{"task": task} | row | header for task in numbers for row in numbers[task]]
+        empty = {column: "" for row in rows for column in row}
+        save_csv([empty | row for row in rows], file.with_suffix(".csv"))
         note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
-        self.draw(answers, note, run.folder / f"{files}.png")
+        self.draw(answers, note, file.with_suffix(".png"))
 
 
-def mean_of_tasks(numbers: Numbers) -> list[dict[str, float]]:
+class Table(list[dict[str, float | str]]):
+    """The rows of a task, with what a reader must know of the numbers, by name: it is printed above them."""
+
+    def __init__(self, rows: Sequence[dict[str, float | str]], header: dict[str, Any]):
+        super().__init__(rows)
+        self.header = header
+
+
+def mean_of_tasks(numbers: Numbers) -> list[dict[str, float | str]]:
     """At every length, the mean accuracy over the tasks whose questions fit it, and how many these are."""
     rows = [row for table in numbers.values() for row in table]
     mean = []
     for length in sorted({row["length"] for row in rows}):
-        right = [row["accuracy"] for row in rows if row["length"] == length]
-        mean.append({"length": length, "tasks": len(right), "accuracy": float(np.mean(right))})
+        some = [row for row in rows if row["length"] == length]
+        accuracy = float(np.mean([row["accuracy"] for row in some]))
+        trained_on = some[0]["trained_on_rows_of"]
+        mean.append({"length": length, "trained_on_rows_of": trained_on, "tasks": len(some), "accuracy": accuracy})
     return mean
 
 
 class _NoRoom(Exception):
     pass
-
-
-def _table(answers: list[Answer]) -> list[dict[str, float]]:
-    rows = []
-    for length in dict.fromkeys(answer.length for answer in answers):
-        right = [answer.accuracy for answer in answers if answer.length == length]
-        rows.append({"length": length, "samples": len(right), "accuracy": round(100 * float(np.mean(right)), 2)})
-    return rows

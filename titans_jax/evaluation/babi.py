@@ -7,17 +7,23 @@ is one blank, and which story and book a question has.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from titans_jax.data import Tokenizer
+from titans_jax.data.packing import encode_after
 from titans_jax.evaluation.needles import split_sentences
 
 GENERATED = 20
 """Tokens of an answer."""
 ROOM = 300
-"""Tokens of a length that are left for the words around the context."""
+"""Tokens of a length that BABILong leaves for the words around the context and the answer: with GPT-2's tokenizer."""
+TOKENS_OF_A_FACT = 8
+"""Stories with more facts than the context has room for, with so many tokens each, are not asked."""
 SHORTEST_SENTENCE = 10
 """Tokens; shorter ones of the background are left out."""
 
@@ -180,6 +186,15 @@ class Background:
         self._books, self._tokenizer = [book for book in books if book.strip()], tokenizer
         if not self._books:
             raise ValueError("the books to hide facts in hold no text; give others")
+        self._size = functools.cache(lambda fact: len(self.encode(fact)))
+
+    def size(self, facts: Sequence[str]) -> int:
+        """Tokens of facts, each behind another sentence."""
+        return sum(map(self._size, facts))
+
+    def encode(self, sentence: str) -> np.ndarray:
+        """The tokens of a sentence as it stands behind another, with a blank between; int32 [tokens]."""
+        return encode_after(self._tokenizer, "a", " " + sentence)
 
     def sentences(self, chance: random.Random, tokens: int) -> list[str]:
         """Sentences from random places, each with a blank in front, of so many tokens; the last is cut."""
@@ -191,12 +206,14 @@ class Background:
                 raise ValueError(f"the books have no sentence of {SHORTEST_SENTENCE} tokens; give others")
             book = chance.choice(self._books)
             start = chance.randrange(len(book))
-            # The first and the last are cut, and left out.
+            # The first and the last are cut, and left out. BABILong's Punkt is untrained: it cuts behind titles, too.
             for sentence in split_sentences(" ".join(book[start : start + 10 * max(tokens, 100)].split()))[1:-1]:
-                ids = self._tokenizer.encode(" " + sentence)
+                ids = self.encode(sentence)
                 if len(ids) < SHORTEST_SENTENCE:
                     continue
-                found.append(" " + sentence if len(ids) <= tokens else self._tokenizer.decode(ids[:tokens]))
+                # Some tokenizers decode the first token without its blank.
+                cut = sentence if len(ids) <= tokens else self._tokenizer.decode(ids[:tokens]).lstrip()
+                found.append(" " + cut)
                 tokens -= len(ids)
                 if tokens <= 0:
                     break
@@ -208,14 +225,13 @@ class Background:
         Raises:
           ValueError: the facts alone are longer.
         """
-        facts = [" " + fact for fact in facts]
-        room = tokens - sum(len(self._tokenizer.encode(fact)) for fact in facts)
+        room = tokens - self.size(facts)
         if room < 0:
             raise ValueError(f"facts of {tokens - room:,} tokens are longer than the context")
         sentences = self.sentences(chance, room)
         places = sorted(chance.choices(range(len(sentences) + 1), k=len(facts)))
         before: list[list[str]] = [[] for _ in range(len(sentences) + 1)]
         for place, fact in zip(places, facts, strict=True):
-            before[place].append(fact)
+            before[place].append(" " + fact)
         woven = [text for some, sentence in zip(before, [*sentences, ""], strict=True) for text in (*some, sentence)]
         return "".join(woven).strip()

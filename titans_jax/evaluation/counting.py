@@ -2,9 +2,9 @@
 numbered list (cwe) or coded text (fwe).
 
 The strings and counts are RULER's (scripts/data/synthetic/{variable_tracking,common_words_extraction,
-freq_words_extraction}.py). Not RULER's are the words of cwe: those of `needles`, and pairs of them where a long text
-needs more, in place of the package wonderwords. And where a tokenizer needs more than RULER's 500 tokens for the worked
-example of vt with five lines of noise, the example has these five.
+freq_words_extraction}.py). Not RULER's are the words of cwe, those of `needles` in place of the package wonderwords: a
+list has single words, or pairs of them alone where a text needs more words than there are. And where a tokenizer needs
+more than RULER's 500 tokens for the worked example of vt with five lines of noise, the example has these five.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from titans_jax.evaluation.needles import ADJECTIVES, NOISE, NOUNS, Draft, Essay, distinct
+from titans_jax.evaluation.needles import ADJECTIVES, NOISE, NOUNS, Draft, Essay, chance_of
 
 TRACK = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: "
@@ -38,6 +38,8 @@ LETTERS = 5
 """A variable's name has so many; in the example it has 3."""
 SHORT = 4096
 """Texts of fewer tokens repeat the words of cwe less."""
+SINGLE_WORDS = sorted({*ADJECTIVES, *NOUNS})
+WORD_PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class VariableTracking:
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are lines of noise; see `RulerTask.draft`."""
-        chance = random.Random(number)
+        chance = chance_of(self, length, number)
         example, question = self._chain(chance, LETTERS - 2), self._chain(chance, LETTERS)
         lines = example.least
         while count_tokens(example.prompt(lines + 1)) <= EXAMPLE_TOKENS:
@@ -83,21 +85,31 @@ class CommonWords:
     generated: int = 120
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
-        """Units are words that are not common; see `RulerTask.draft`."""
-        chance = random.Random(number)
+        """Units are words that are not common; see `RulerTask.draft`.
+
+        Where all single words together leave room, all words are pairs: were the rarer ones alone pairs, their form
+        would tell them from the answers.
+        """
+        single = self._draft(chance_of(self, length, number), length, SINGLE_WORDS)
+        all_fit = count_tokens(single.prompt(len(SINGLE_WORDS) - self.common)) + self.generated <= length
+        return self._draft(chance_of(self, length, number), length, WORD_PAIRS) if all_fit else single
+
+    def _draft(self, chance: random.Random, length: int, vocabulary: list[str]) -> Draft:
         short = length < SHORT
         words, often, seldom = (20, 3, 1) if short else (40, 10, 3)
-        example = self._list(chance, often, seldom)
-        question = self._list(chance, *((6, 1) if short else (30, 3)))
+        example = self._list(chance, vocabulary, often, seldom)
+        question = self._list(chance, vocabulary, *((6, 1) if short else (30, 3)))
         worked = f"{example.prompt(words - self.common)} {_numbered(example.answers)}\n"
         return Draft(lambda units: worked + question.prompt(units), question.answers)
 
-    def _list(self, chance: random.Random, often: int, seldom: int) -> Draft:
-        words = _Vocabulary(chance.getrandbits(64))
-        common, seed = words.first(self.common), chance.getrandbits(64)
+    def _list(self, chance: random.Random, vocabulary: list[str], often: int, seldom: int) -> Draft:
+        words, seed = chance.sample(vocabulary, len(vocabulary)), chance.getrandbits(64)
+        common, others = words[: self.common], words[self.common :]
 
         def prompt(units: int) -> str:
-            text = common * often + words.first(self.common + units)[self.common :] * seldom
+            if vocabulary is WORD_PAIRS and units > len(others):
+                raise ValueError(f"cwe has {len(words):,} words, too few for so long a list; use a smaller length")
+            text = common * often + others[:units] * seldom
             random.Random(seed).shuffle(text)
             return COMMON.format(context=_numbered(text))
 
@@ -112,7 +124,7 @@ class FrequentWords:
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are words; see `RulerTask.draft`."""
-        chance = random.Random(number)
+        chance = chance_of(self, length, number)
         coded: dict[str, None] = {}
         while len(coded) < max(4, (length - self.generated) // 50):
             coded["".join(chance.choices(string.ascii_lowercase, k=6))] = None
@@ -127,21 +139,6 @@ class FrequentWords:
 
         # With fewer words the fourth does not appear.
         return Draft(prompt, tuple(words[1:4]), least=math.ceil(whole * 4**2))
-
-
-class _Vocabulary:
-    """Different words, always the same ones first: single words, then pairs of them."""
-
-    def __init__(self, seed: int):
-        self._chance = random.Random(seed)
-        singles = sorted({*ADJECTIVES, *NOUNS})
-        self._chance.shuffle(singles)
-        self._words = dict.fromkeys(singles)
-
-    def first(self, count: int) -> list[str]:
-        while len(self._words) < count:
-            self._words[distinct(self._chance, "words", 1)[0]] = None
-        return list(self._words)[:count]
 
 
 def _numbered(words: list[str] | tuple[str, ...]) -> str:

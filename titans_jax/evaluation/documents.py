@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from titans_jax.training import Run
 
 
-def read_documents(run: Run, file: Path | None) -> list[str]:
+def read_documents(run: Run, file: Path | None, text_field: str | None = None) -> list[str]:
     """The texts of a JSONL file, a text file or a folder of these, packed (.xz, .gz) or not; None is the run's
     validation documents.
 
-    The text of a JSONL record is its field `text`, or what the run's `data.text_field` calls it.
+    text_field: the field of a JSONL record that has its text; None is the run's `data.text_field`.
 
     Raises:
       EvaluationError: there is no such file, it is not UTF-8, or a record has no such field.
@@ -28,7 +28,7 @@ def read_documents(run: Run, file: Path | None) -> list[str]:
     if file is None:
         return list(data.open_documents(run.config.data, "validation"))
     records = ".jsonl" in file.suffixes or (file.is_dir() and any(file.rglob("*.jsonl*")))
-    config = DataConfig("jsonl" if records else "text", str(file), text_field=run.config.data.text_field)
+    config = DataConfig("jsonl" if records else "text", str(file), text_field=text_field or run.config.data.text_field)
     try:
         return list(data.SOURCES[config.source](config, "train"))
     except (data.DataError, OSError) as error:

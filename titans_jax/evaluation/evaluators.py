@@ -42,9 +42,9 @@ class EvaluationOptions:
     length: int = 32768
     """Tokens of a long text."""
     text: Path | None = None
-    """The long text; None is the run's validation documents, one after another."""
+    """The file or folder of long texts; None is the run's validation documents."""
     samples: int | None = None
-    """Questions of each kind and length, or documents; None is what the task's protocol says."""
+    """Questions of each kind and length, or documents; None is what the task's protocol says, or all."""
     data: Path = Path("data")
     """The folder of the data sets of tasks that read any, laid out as `titans_jax.data.sets` has them."""
 

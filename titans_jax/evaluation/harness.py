@@ -5,7 +5,8 @@
 
 Prompts, choices and scores are the harness's own: its built-in tasks, with the data set replaced by a file. It
 needs the extra `eval`, and is imported only here. WikiText is measured twice: with the state carried through every
-page, and in windows of 2,048 tokens with an empty one, as models of a bounded context are.
+page, and in windows of 2,048 tokens with an empty one, as models of a bounded context are. The harness's other tasks,
+and its data sets from the network, are for its own command line, which `lm_eval_model` has with a run as its model.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import functools
 import json
 import logging
 import lzma
+import math
 import os
 import tempfile
+import textwrap
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from titans_jax.evaluation.asking import Table
 from titans_jax.evaluation.documents import find_file, open_text
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.inference import NotFiniteLogits
@@ -43,9 +49,10 @@ class HarnessTask:
     folder: str
     """Where the harness keeps the task's description, in its `tasks`."""
     fields: tuple[str, ...]
-    """What every document has."""
-    metric: str
-    """What the papers report: acc, acc_norm (by characters), perplexity, word_perplexity."""
+    """What every document has; of a task that has a chance the last is the label."""
+    metrics: tuple[str, ...]
+    """What the papers report, a row of the table each: acc, acc_norm (by characters), perplexity, word_perplexity,
+    bits_per_byte."""
     chance: float | None = None
     """Percent right by guessing."""
     task: str | None = None
@@ -56,36 +63,44 @@ class HarnessTask:
     window: int | None = None
 
 
+_WIKITEXT = ("wikitext-2/wiki.test.raw", "wikitext", ("page",), ("word_perplexity", "bits_per_byte"))
 _ARC = {"doc_to_target": "gold", "doc_to_choice": "choices"}
 _ARC_FIELDS = ("question", "choices", "gold")
 TASKS: dict[str, HarnessTask] = {
-    "wikitext": HarnessTask("wikitext-2/wiki.test.raw", "wikitext", ("page",), "word_perplexity", split="test"),
-    "wikitext_2k": HarnessTask(
-        "wikitext-2/wiki.test.raw", "wikitext", ("page",), "word_perplexity", None, "wikitext", {}, "test", WINDOW
+    "wikitext": HarnessTask(*_WIKITEXT, split="test"),
+    "wikitext_2k": HarnessTask(*_WIKITEXT, task="wikitext", split="test", window=WINDOW),
+    "lambada_openai": HarnessTask(
+        "lambada/lambada_test.jsonl", "lambada", ("text",), ("perplexity", "acc"), split="test"
     ),
-    "lambada_openai": HarnessTask("lambada/lambada_test.jsonl", "lambada", ("text",), "perplexity", split="test"),
-    "piqa": HarnessTask("commonsense/piqa.val.jsonl", "piqa", ("goal", "sol1", "sol2", "label"), "acc", 50),
+    "piqa": HarnessTask(
+        "commonsense/piqa.val.jsonl", "piqa", ("goal", "sol1", "sol2", "label"), ("acc", "acc_norm"), 50
+    ),
     "hellaswag": HarnessTask(
         "commonsense/hellaswag.val.jsonl", "hellaswag", ("ctx_a", "ctx_b", "activity_label", "endings", "label"),
-        "acc_norm", 25,
+        ("acc_norm",), 25,
     ),
     "winogrande": HarnessTask(
-        "commonsense/winogrande_xl.val.jsonl", "winogrande", ("sentence", "option1", "option2", "answer"), "acc", 50
+        "commonsense/winogrande_xl.val.jsonl", "winogrande", ("sentence", "option1", "option2", "answer"), ("acc",), 50
     ),
-    "arc_easy": HarnessTask("commonsense/arc_easy.test.jsonl", "arc", _ARC_FIELDS, "acc", 25, None, _ARC, "test"),
+    "arc_easy": HarnessTask(
+        "commonsense/arc_easy.test.jsonl", "arc", _ARC_FIELDS, ("acc",), 25, changes=_ARC, split="test"
+    ),
     "arc_challenge": HarnessTask(
-        "commonsense/arc_challenge.test.jsonl", "arc", _ARC_FIELDS, "acc_norm", 25, None, _ARC, "test"
+        "commonsense/arc_challenge.test.jsonl", "arc", _ARC_FIELDS, ("acc_norm",), 25, changes=_ARC, split="test"
     ),
     "social_iqa": HarnessTask(
         "commonsense/social_i_qa.val.jsonl", "siqa",
-        ("context", "question", "answerA", "answerB", "answerC", "label"), "acc", 100 / 3,
+        ("context", "question", "answerA", "answerB", "answerC", "label"), ("acc",), 100 / 3,
     ),
     "boolq": HarnessTask(
-        "commonsense/boolq.val.jsonl", "super_glue/boolq", ("passage", "question", "answer"), "acc", 50, None,
-        {"doc_to_target": "{{answer|int}}"},
+        "commonsense/boolq.val.jsonl", "super_glue/boolq", ("passage", "question", "answer"), ("acc",), 50,
+        changes={"doc_to_target": "{{answer|int}}"},
     ),
 }  # fmt: skip
-"""The nine tasks by the harness's names; WikiText twice. For BoolQ the majority's answer, yes, is right for 62 %."""
+"""The nine tasks by the harness's names; WikiText twice."""
+
+SHOWN = ("task", "documents", "metric", "score", "chance", "majority")
+"""Columns of the table that is printed; the files have the task's file and split too."""
 
 
 @register_evaluator()
@@ -93,7 +108,7 @@ def harness(run: Run, options: EvaluationOptions) -> Numbers:
     """The papers' nine tasks by lm-evaluation-harness: WikiText, LAMBADA, PIQA, HellaSwag, WinoGrande, ARC, SIQA, ..
 
     Reads the files of `options.data` that are there, the first `options.samples` documents of each (default all).
-    Writes harness.csv, .json and .png into the run's folder, after every task.
+    Writes harness.csv, .json (with all of the harness's metrics) and .png into the run's folder, after every task.
 
     Raises:
       EvaluationError: lm-eval is not installed, no file is there, or the model's logits are not finite.
@@ -102,12 +117,20 @@ def harness(run: Run, options: EvaluationOptions) -> Numbers:
 
 
 def measure(run: Run, options: EvaluationOptions, names: list[str], called: str) -> Numbers:
-    """A row for each task; writes files `called` so."""
+    """A row for each task and metric; writes files `called` so."""
     model = _import_model()(run)
     console = Console(stderr=True)
     say = lambda sentence: console.print(f"titans: {sentence}", highlight=False, soft_wrap=True)  # noqa: E731
     rows: list[dict[str, Any]] = []
+    every: dict[str, dict[str, float]] = {}
     left_out = []
+    header = {
+        "step": run.step,
+        "trained_on_rows_of": run.config.data.sequence_length,
+        "tokenizer": run.config.data.tokenizer,
+        "memory": options.memory,
+        "documents": "all" if options.samples is None else f"the first {options.samples:,}",
+    }
     files = called if options.memory == "on" else f"{called}_{options.memory}"
     for name in names:
         try:
@@ -119,27 +142,23 @@ def measure(run: Run, options: EvaluationOptions, names: list[str], called: str)
         left_out += [f"{name}: {bad}"] * bool(bad)
         model.window, model.long, model.empty = TASKS[name].window, 0, 0
         try:
-            rows.append({"task": name} | run_task(model, name, documents, options.samples))
+            found, every[name] = run_task(model, name, documents, options.samples)
         except NotFiniteLogits as error:
-            done = f"; the results of {', '.join(row['task'] for row in rows)} are kept" if rows else ""
+            done = f"; the results of {', '.join(every)} are kept" if rows else ""
             raise EvaluationError(f"{name}: {error}{done}") from error
+        rows += [{"task": name, "file": str(file)} | row for row in found]
         if model.long:
             say(f"{name}: {model.long:,} texts are longer than a row of training, {run.config.data.sequence_length:,} "
                 "tokens; they are read all the same")  # fmt: skip
         if model.empty:
             left_out.append(f"{name}: {model.empty:,} answers have no text; none of them counts as the likeliest")
-        _write(run, options, rows, left_out, files)
+        _write(run.folder / files, header, rows, every, left_out)
     for sentence in left_out if rows else left_out[1:]:
         say(sentence)
     if not rows:
         raise EvaluationError(left_out[0])
-    return {"results": _table(rows)}
-
-
-def _table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is printed of the rows: the metric that the papers report."""
-    columns = {"task": "", "documents": 0, "metric": "", "score": 0.0, "chance": ""}
-    return [{name: row.get(name, nothing) for name, nothing in columns.items()} for row in rows]
+    table = [{name: "" if row[name] is None else row[name] for name in SHOWN} for row in rows]
+    return {"results": Table(table, header)}
 
 
 def _import_model() -> Any:
@@ -197,9 +216,15 @@ def wikitext_pages(text: str) -> list[str]:
     return ["\n".join(page) for page in pages if "".join(page).strip()]
 
 
-def run_task(model: Any, name: str, documents: list[dict[str, Any]], limit: int | None = None) -> dict[str, Any]:
-    """What the harness finds of a model on these documents: {"documents", "metric", "score", "chance", "all"}, `all`
-    being all of its metrics; shares in percent."""
+def run_task(
+    model: Any, name: str, documents: list[dict[str, Any]], limit: int | None = None
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """What the harness finds of a model on the first `limit` documents: a row for each metric of the papers, and all
+    of the harness's metrics; shares in percent.
+
+    A row has the split, how many documents, the metric, its score, and, None for a perplexity, what guessing scores and
+    what the most frequent label would score as the answer to all of them.
+    """
     import lm_eval
 
     task = TASKS[name]
@@ -232,9 +257,20 @@ def run_task(model: Any, name: str, documents: list[dict[str, Any]], limit: int 
         if isinstance(value, float) and "stderr" not in key
     }
     metrics = {key: 100 * value if key.startswith("acc") else value for key, value in metrics.items()}
-    count = len(documents) if limit is None else min(limit, len(documents))
-    chance = {} if task.chance is None else {"chance": task.chance}
-    return {"documents": count, "metric": task.metric, "score": metrics[task.metric]} | chance | {"all": metrics}
+    known = documents[:limit]
+    majority = None if task.chance is None else share_of_most(document[task.fields[-1]] for document in known)
+    rows = []
+    for metric in task.metrics:
+        row = {"split": task.split, "documents": len(known), "metric": metric, "score": metrics[metric]}
+        beside = (task.chance, majority) if metric.startswith("acc") else (None, None)
+        rows.append(row | dict(zip(("chance", "majority"), beside, strict=True)))
+    return rows, metrics
+
+
+def share_of_most(labels: Iterable[Any]) -> float:
+    """How many of the labels, in percent, are the most frequent one."""
+    counts = Counter(labels)
+    return 100 * max(counts.values()) / counts.total()
 
 
 @functools.cache
@@ -247,45 +283,45 @@ def _task_manager() -> Any:
     return TaskManager(include_defaults=False, include_path=[str(folder / task.folder) for task in TASKS.values()])
 
 
-def _write(run: Run, options: EvaluationOptions, rows: list[dict[str, Any]], left_out: list[str], files: str) -> None:
-    header = {
-        "step": run.step,
-        "trained_on_rows_of": run.config.data.sequence_length,
-        "tokenizer": run.config.data.tokenizer,
-        "memory": options.memory,
-        "documents": "all" if options.samples is None else f"the first {options.samples:,}",
-    }
-    save_json(header | {"left_out": left_out, "results": rows}, run.folder / f"{files}.json")
-    columns = ("task", "documents", "metric", "score", "chance")
-    save_csv([{name: row.get(name) for name in columns} for row in rows], run.folder / f"{files}.csv")
-    draw(
-        rows,
-        ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items()),
-        run.folder / f"{files}.png",
-    )
+def _write(
+    file: Path,
+    header: dict[str, Any],
+    rows: list[dict[str, Any]],
+    every: dict[str, dict[str, float]],
+    left_out: list[str],
+) -> None:
+    """Write the rows as `file`.csv and .png, and these with all of the harness's metrics as .json."""
+    save_json(header | {"left_out": left_out, "results": rows, "all": every}, file.with_suffix(".json"))
+    save_csv(rows, file.with_suffix(".csv"))
+    note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
+    draw(rows, note, file.with_suffix(".png"))
 
 
 def draw(rows: list[dict[str, Any]], note: str, file: Path) -> None:
-    """Bars of the tasks that are scored in percent, with what guessing scores."""
+    """Bars of what is scored in percent, with what guessing and what the most frequent label score."""
     shares = [row for row in rows if row["metric"].startswith("acc")]
     with figure(file, width=max(4, 1 + len(shares)), note=note) as axes:
         places = range(len(shares))
         axes.bar(places, [row["score"] for row in shares], width=0.6)
-        axes.hlines([row["chance"] for row in shares], [x - 0.4 for x in places], [x + 0.4 for x in places], "black",
-                    linestyle=":", label="guessing")  # fmt: skip
-        axes.set_xticks(places, [row["task"].replace("_", "\n") for row in shares])
+        left, right = [place - 0.4 for place in places], [place + 0.4 for place in places]
+        for name, style, words in (("chance", "--", "guessing"), ("majority", ":", "the most frequent label")):
+            known = [math.nan if row[name] is None else row[name] for row in shares]
+            axes.hlines(known, left, right, "black", linestyle=style, label=words)
+        axes.set_xticks(places, [f"{row['task']}\n{row['metric']}".replace("_", "\n") for row in shares])
         axes.set(ylabel="right (%)", ylim=(0, 100))
         others = [f"{row['task']}: {row['score']:,.4g} {row['metric']}" for row in rows if row not in shares]
-        axes.set_title("; ".join(others) or None, fontsize="small")
+        axes.set_title(textwrap.fill("; ".join(others), 60) or None, fontsize="small")
         if shares:
-            axes.legend()
+            axes.legend(fontsize="small")
 
 
 def _register(name: str) -> None:
     def evaluator(run: Run, options: EvaluationOptions) -> Numbers:
         return measure(run, options, [name], name)
 
-    evaluator.__doc__ = f"{name} by lm-evaluation-harness, from {TASKS[name].file}: {TASKS[name].metric}."
+    evaluator.__doc__ = (
+        f"{name} by lm-evaluation-harness, from {TASKS[name].file}: {' and '.join(TASKS[name].metrics)}."
+    )
     register_evaluator(name)(evaluator)
 
 

@@ -3,6 +3,11 @@
     import lm_eval, titans_jax.evaluation.lm_eval_model
     lm_eval.simple_evaluate(model="titans_jax", model_args="run=runs/quickstart", tasks=["piqa"])
 
+lm-eval knows no plug-ins: a model is in its registry once its module is imported. Its own command line, with all of its
+tasks, its data sets from the network, and this model in the registry:
+
+    python -m titans_jax.evaluation.lm_eval_model --model titans_jax --model_args run=runs/quickstart --tasks piqa
+
 Needs the extra `eval` (lm-eval 0.4.10 or newer, which brings no torch). One process; its devices share the rows.
 """
 
@@ -12,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -169,3 +175,7 @@ class TitansLM(TemplateLM):
 
     def _track(self, what: Any, count: int, quiet: bool) -> Any:
         return track(what, "lm-eval", count, console=self._console, transient=True, disable=quiet)
+
+
+if __name__ == "__main__":
+    cli_evaluate()

@@ -45,7 +45,8 @@ def sets_of(task: str) -> tuple[str, ...]:
     """The data sets (`titans_jax.data.sets`) that a task reads where they are."""
     several = {
         "babilong": ("babi", "books"),
-        "ruler": ("squad", "hotpotqa"),
+        "niah": ("haystack",),
+        "ruler": ("haystack", "squad", "hotpotqa"),
         "wikitext_2k": ("wikitext",),
         "harness": tuple(harness.TASKS),
     }

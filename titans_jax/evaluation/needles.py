@@ -1,18 +1,20 @@
 """Needle tasks of RULER (arXiv 2404.06654): a sentence with a key and a value, hidden in a long text, and asked for.
 
-The strings and counts are RULER's (scripts/data/synthetic/niah.py). Three things are not, and numbers printed beside
+The strings and counts are RULER's (scripts/data/synthetic/niah.py). Four things are not, and numbers printed beside
 published ones must say so: keys are pairs of the words below, not of the package wonderwords; the essays are a text
-that the caller gives; and sentences of it end where `split_sentences` says, not where nltk's Punkt does.
+that the caller gives; sentences of it end where `split_sentences` says, not where nltk's Punkt does; and a question is
+drawn by its task, length and number, where RULER draws all of a length one after another.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 TEMPLATE = (
@@ -24,6 +26,10 @@ PREFIX = " The special magic {kind} for {query} mentioned in the provided text a
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 DEPTHS = [round(100 * number / 39) for number in range(40)]
 """Where a needle may stand in an essay, in percent of its sentences."""
+TITLES = (
+    "Mr Mrs Ms Messrs Mme Mlle Dr Prof Rev Hon St Sr Jr Capt Col Lt Lieut Maj Gen Adm Sgt Sergt Gov Sen Rep Pres"
+).split()
+"""Words whose full stop ends no sentence of an essay: nltk's Punkt knows these of English."""
 
 ADJECTIVES = (
     "able ancient amber angry basic bitter blue bold brave brief bright broad busy calm careful cheap civil clean "
@@ -86,7 +92,7 @@ class NeedleTask:
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """A question on the words of an essay, or on lines: units are words or lines; see `RulerTask.draft`."""
-        chance = random.Random(number)
+        chance = chance_of(self, length, number)
         keys = distinct(chance, self.key, max(self.keys, self.queries))
         values = [distinct(chance, self.value, self.values) for _ in keys]
         needles = [_needle(self, key, value) for key, own in zip(keys, values, strict=True) for value in own]
@@ -117,13 +123,21 @@ class Essay:
 
     def first_sentences(self, words: int) -> list[str]:
         """The sentences of the first so many words."""
-        again = -(-words // len(self._words))
-        return split_sentences(" ".join((self._words * again)[:words]))
+        return split_sentences(" ".join(itertools.islice(itertools.cycle(self._words), words)), TITLES)
 
 
-def split_sentences(text: str) -> list[str]:
-    """Cut behind a full stop, question or exclamation mark, and a closing quote, before a capital, digit or quote."""
-    return re.split(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]])) (?=[\"'(\[A-Z0-9])", text)
+def split_sentences(text: str, titles: Sequence[str] = ()) -> list[str]:
+    """Cut behind a full stop, question or exclamation mark, and a closing quote, before a capital, digit or quote.
+
+    titles: words behind whose full stop nothing is cut.
+    """
+    end = r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))" + "".join(rf"(?<!\b{title}\.)" for title in titles)
+    return re.split(end + r" (?=[\"'(\[A-Z0-9])", text)
+
+
+def chance_of(task: Any, length: int, number: int) -> random.Random:
+    """What the question `number` of a task (a dataclass) and a length is drawn by: always the same, and no other's."""
+    return random.Random(f"{task} {length} {number}")
 
 
 class _Lines:

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from titans_jax import data
 from titans_jax.data import ByteTokenizer, Tokenizer
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
+from titans_jax.inference.generate import CAUSE
 from titans_jax.models import granularity
 from titans_jax.models.loss import Batch, cross_entropy_sum
 
@@ -47,8 +48,13 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), per token; infinite beyond the float range."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """See `perplexity_of`."""
+        return perplexity_of(self.loss)
+
+
+def perplexity_of(loss: float) -> float:
+    """exp(loss), per token, of a loss in nats per token: infinite beyond the float range, NaN of NaN."""
+    return math.inf if loss > 700 else math.exp(loss)
 
 
 def evaluate(
@@ -94,8 +100,13 @@ def perplexity(run: "Run", options: EvaluationOptions) -> Numbers:
     """Loss, bits per byte and perplexity of a run on the held-out documents of its data.
 
     Every row starts with an empty state, so memory "fresh" is the same as "on".
+
+    Raises:
+      EvaluationError: the batches hold no text, or the loss is not finite.
     """
     result = evaluate_run(run, options.batches)
+    if not math.isfinite(result.loss):
+        raise EvaluationError(f"the model's logits on the held-out documents are not finite; {CAUSE}")
     return {
         "loss": result.loss,
         "bits_per_byte": result.bits_per_byte,

@@ -1,16 +1,20 @@
-"""Bits per byte by position, in texts far longer than a row of training.
+"""Loss by position in documents far longer than a row of training.
 
-A long row is read in windows of `data.sequence_length` tokens through `LanguageModel.extend`, once with the state
-carried on from window to window and once, for comparison, with an empty state at every window. The difference is what
-the state is worth at that length: the memories, and the caches of attention in blocks that have any.
+A row is one document, from its first token. It is read in windows of `data.sequence_length` tokens through
+`LanguageModel.extend`, once with the state carried on from window to window and once, for comparison, with an empty
+state at every window. The difference is what the state is worth at that length: the memories, and the caches of
+attention in blocks that have any. Later positions are those of the longer documents alone, so every bucket of positions
+says how many reach it. A text whose documents are all short is read in stretches across documents instead.
 
-The state has one size at any length, but for the cache of an "attention" block, which has room for the whole row; one
+The state has one size at any length, but for the cache of an "attention" block, which has room for the longest row; one
 compiled function reads all windows, and of what was measured only sums over buckets are kept.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +27,13 @@ from rich.console import Console
 from rich.progress import track
 
 from titans_jax import data
+from titans_jax.config import memory_rule
+from titans_jax.evaluation.asking import Table
 from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
-from titans_jax.evaluation.perplexity import count_bytes
-from titans_jax.models import granularity
+from titans_jax.evaluation.perplexity import count_bytes, perplexity_of
+from titans_jax.inference.generate import CAUSE
+from titans_jax.models import granularity, has_memory
 from titans_jax.plots import figure, save_csv, save_json
 
 if TYPE_CHECKING:
@@ -34,7 +41,8 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET = 512
 """Tokens of the first bucket; each further one ends at twice the position of the one before."""
-MOST_ROWS = 4
+SIDE_BY_SIDE = 4
+"""Rows that are read at a time, and stretches of a text without long documents."""
 STRETCH = 65536
 """Tokens whose text is in memory at a time."""
 
@@ -45,83 +53,140 @@ class Bucket:
 
     first: int
     last: int
+    documents: int
+    """Rows that reach it: documents, or stretches where the text has no long ones."""
     tokens: int
     """Predicted targets, of all rows."""
-    documents: int
-    """Rows that are still in the document they began with when the bucket begins."""
+    bytes: int
+    """How many bytes of text they stand for."""
     loss: float
     """Mean cross entropy in nats per token, with the state that is asked for."""
+    perplexity: float
+    """exp(loss)."""
+    cumulative_perplexity: float
+    """That of all positions up to `last`."""
     bits_per_byte: float
-    """The same loss over the bytes that the targets stand for."""
+    """The loss over the bytes."""
     fresh_bits_per_byte: float
     """With an empty state at every window."""
     gain: float
     """fresh_bits_per_byte - bits_per_byte: what the state of the windows before is worth."""
 
 
+SHOWN = ("first", "last", "documents", "perplexity", "cumulative_perplexity", "bits_per_byte", "gain")
+"""Columns of the table that is printed, which has room in 80 letters; the files have all."""
+
+
 @register_evaluator()
 def positions(run: "Run", options: EvaluationOptions) -> Numbers:
-    """Bits per byte by position in rows of `options.length` tokens, cut down to whole windows.
+    """Loss, perplexity and bits per byte by position in long documents, each read from its first token.
 
-    Reads at most 4 rows, as many as `options.text` holds, side by side. Writes positions.csv, positions.json and
-    positions.png into the run's folder (positions_off or positions_fresh for these two memories). With memory "fresh"
-    both losses are those of empty states.
+    Reads the first `options.length` tokens of each document that fills the first bucket of positions and a row of
+    training, of the first `options.samples` of them (default all), cut down to whole windows. Where none is longer than
+    a row of training, reads 4 stretches (or `options.samples`) of the joined text, and says so. Writes positions.csv,
+    positions.json and positions.png into the run's folder (positions_off or positions_fresh for these two memories).
+    With memory "fresh" both losses are those of empty states.
 
     Raises:
-      EvaluationError: the text is no file, or shorter than one row; the length is less than a window.
+      EvaluationError: the text is no file, or shorter than one row; the length is less than a window; or a loss is not
+        finite, and then the buckets before are written.
     """
     window = run.config.data.sequence_length
-    rows = long_rows(read_stream(run, options.text), options.length, window)
-    closed = window % granularity(run.config.model) == 0
-    reader, states = LongReader(run.graphdef, closed=closed), (True,) if options.memory == "fresh" else (False, True)
-    places = list(bucket_ends(rows.shape[1] - 1))
-    nats = np.zeros((len(states), len(places)))
-    windows = (
-        (number, start, loss)
-        for number, fresh in enumerate(states)
-        for start, loss in enumerate(reader.losses(run.params, rows, window, fresh=fresh))
-    )
-    count, console = len(states) * (rows.shape[1] // window), Console(stderr=True)
-    for number, start, loss in track(windows, "positions", count, console=console, transient=True):
-        bucket = np.searchsorted([last for _, last in places], start * window + np.arange(window))
-        nats[number] += np.bincount(bucket, loss, len(places))
-    buckets = [_bucket(*place, nats[:, i], rows, run.tokenizer) for i, place in enumerate(places)]
+    corpus = read_corpus(run, options.text)
+    documents = document_rows(corpus, options.length, window, options.samples)
+    rows = documents or [*long_rows(corpus.tokens, options.length, window, options.samples or SIDE_BY_SIDE)]
+    unit = "documents" if documents else "stretches"
+    if not documents:
+        Console(stderr=True).print(
+            f"titans: no document of the text has {max(2 * window, FIRST_BUCKET):,} tokens; positions are those in "
+            "stretches of it across documents",
+            highlight=False,
+            soft_wrap=True,
+        )
+    places = list(bucket_ends(max(map(len, rows)) - 1))
+    nats, speed = _read(run, rows, places, carried=options.memory != "fresh")
+    finite = np.isfinite(nats).all(axis=0)
+    known = len(places) if finite.all() else int(np.argmin(finite))
+    buckets = _buckets(places[:known], nats, rows, run.tokenizer)
+    header = {
+        "step": run.step,
+        "text": data.describe_source(run.config.data) if options.text is None else str(options.text),
+        "tokenizer": run.config.data.tokenizer,
+        "memory": options.memory,
+        "chunk_size": memory_rule(run.config.model.memory).chunk_size if has_memory(run.config.model) else None,
+        "trained_on_rows_of": window,
+        unit: len(rows),
+        "documents_of_the_text": len(corpus.separators) - 1,
+        "tokens_per_second": round(speed),
+    }
     name = "positions" if options.memory == "on" else f"positions_{options.memory}"
-    save_csv(buckets, run.folder / f"{name}.csv")
-    save_json({"step": run.step, "rows": len(rows), "window": window, "buckets": buckets}, run.folder / f"{name}.json")
-    plot_positions(buckets, window, run.folder / f"{name}.png")
-    return {"rows": len(rows), "window": window, "positions": [dataclasses.asdict(bucket) for bucket in buckets]}
+    if buckets:
+        save_csv(buckets, run.folder / f"{name}.csv")
+        save_json(header | {"buckets": buckets}, run.folder / f"{name}.json")
+        note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
+        plot_positions(buckets, window, run.folder / f"{name}.png", note)
+    if known < len(places):
+        first, last = places[known]
+        kept = f"; the buckets before are in {run.folder / name}.csv" if buckets else ""
+        raise EvaluationError(f"the model's logits at positions {first:,} to {last:,} are not finite; {CAUSE}{kept}")
+    words = {key: value for key, value in header.items() if isinstance(value, str)}
+    numbers = {key: value for key, value in header.items() if isinstance(value, int) and key != "step"}
+    shown = [{column: getattr(bucket, column) for column in SHOWN} for bucket in buckets]
+    return numbers | {"positions": Table(shown, words)}
 
 
-def read_stream(run: "Run", file: Path | None) -> np.ndarray:
-    """The tokens of `read_documents`, one document after another; int [tokens].
-
-    A token between documents begins the stream and ends it, as in training.
+def read_corpus(run: "Run", file: Path | None) -> data.Corpus:
+    """The tokens of `read_documents`, one document after another, with a token between documents around each, as in
+    training.
 
     Raises:
       EvaluationError: as `read_documents`.
     """
-    return data.tokenize(read_documents(run, file), run.tokenizer, show_progress=False).tokens
+    return data.tokenize(read_documents(run, file), run.tokenizer, show_progress=False)
 
 
-def long_rows(stream: np.ndarray, length: int, window: int) -> np.ndarray:
-    """The first rows of a stream, each with the token that follows it: int [rows, length + 1], rows 1 to 4.
+def document_rows(corpus: data.Corpus, length: int, window: int, most: int | None = None) -> list[np.ndarray]:
+    """A row for each document that is long enough, the first `most`: int [tokens + 1] each, from the token in front of
+    the document on, cut down to `length` tokens and to whole windows; views of the corpus.
+
+    Documents shorter than the first bucket of positions or than a window are left out; none are left where no other
+    fills a second window.
+
+    Raises:
+      EvaluationError: length is less than a window.
+    """
+    length = _whole_windows(length, window)
+    rows = []
+    for start, end in itertools.pairwise(corpus.separators.tolist()):
+        if end - start >= max(window, min(FIRST_BUCKET, length)):
+            tokens = min(length, (end - start) // window * window)
+            rows.append(corpus.tokens[start : start + tokens + 1])
+    rows = rows[:most]
+    return rows if max(map(len, rows), default=0) > min(length, 2 * window) else []
+
+
+def long_rows(stream: np.ndarray, length: int, window: int, most: int = SIDE_BY_SIDE) -> np.ndarray:
+    """The first stretches of a stream, each with the token that follows it: int [rows, length + 1], rows 1 to `most`.
 
     length is cut down to whole windows. A view of the stream.
 
     Raises:
       EvaluationError: a row is shorter than a window, or the stream shorter than a row.
     """
-    if length < window:
-        raise EvaluationError(f"length is {length:,}; use at least one window, data.sequence_length {window:,}")
-    length -= length % window
+    length = _whole_windows(length, window)
     available = len(stream) - 1
     if available < length:
         fits = available - available % window
         shorter = f"use length {fits} or a longer text" if fits else "give a longer text"
         raise EvaluationError(f"the text holds {available:,} tokens to predict and length is {length:,}; {shorter}")
-    rows = min(MOST_ROWS, available // length)
+    rows = min(most, available // length)
     return np.lib.stride_tricks.sliding_window_view(stream, length + 1)[: rows * length : length]
+
+
+def _whole_windows(length: int, window: int) -> int:
+    if length < window:
+        raise EvaluationError(f"length is {length:,}; use at least one window, data.sequence_length {window:,}")
+    return length - length % window
 
 
 class LongReader:
@@ -133,9 +198,10 @@ class LongReader:
         def empty(params: Any, rows: int, length: int) -> Any:
             return nnx.merge(graphdef, params).init_state(rows, length)
 
-        def read(params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, Any]:
-            logits, state = nnx.merge(graphdef, params).extend(tokens, state, closed=closed)
-            return jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits, targets), axis=0), state
+        def read(params: Any, state: Any, piece: jax.Array, there: jax.Array) -> tuple[jax.Array, Any]:
+            logits, state = nnx.merge(graphdef, params).extend(piece[:, :-1], state, closed=closed)
+            nats = optax.softmax_cross_entropy_with_integer_labels(logits, piece[:, 1:])
+            return jnp.sum(nats, axis=0, where=there[:, None]), state
 
         self._empty, self._read = jax.jit(empty, static_argnums=(1, 2)), jax.jit(read)
 
@@ -146,12 +212,22 @@ class LongReader:
         """
         return np.concatenate(list(self.losses(params, rows, window, fresh=fresh)))
 
-    def losses(self, params: Any, rows: np.ndarray, window: int, *, fresh: bool) -> Iterator[np.ndarray]:
-        """The same for each window, float64 [window]."""
-        state = self._empty(params, len(rows), rows.shape[1] - 1)
-        for start in range(0, rows.shape[1] - 1, window):
-            piece = rows[:, start : start + window + 1].astype(np.int32)
-            nats, after = self._read(params, state, piece[:, :-1], piece[:, 1:])
+    def losses(
+        self, params: Any, rows: Sequence[np.ndarray], window: int, *, fresh: bool, room: int | None = None
+    ) -> Iterator[np.ndarray]:
+        """The same for each window, float64 [window], summed over the rows that reach it.
+
+        rows: of whole windows each and the token that follows them, int [tokens + 1]. room: tokens that the state has
+        room for, where it grows with them; None is the longest row's.
+        """
+        longest = max(map(len, rows)) - 1
+        state = self._empty(params, len(rows), room or longest)
+        for start in range(0, longest, window):
+            there = np.array([start + window < len(row) for row in rows])
+            piece = np.zeros((len(rows), window + 1), np.int32)
+            for number in np.flatnonzero(there):
+                piece[number] = rows[number][start : start + window + 1]
+            nats, after = self._read(params, state, piece, there)
             yield np.asarray(nats, np.float64)
             state = state if fresh else after
 
@@ -164,28 +240,75 @@ def bucket_ends(length: int, end: int = FIRST_BUCKET) -> Iterator[tuple[int, int
         first, end = end, 2 * end
 
 
-def _bucket(first: int, last: int, nats: np.ndarray, rows: np.ndarray, tokenizer: data.Tokenizer) -> Bucket:
-    """nats: the losses summed over the bucket, with the state carried on and with empty ones, or with these alone."""
-    targets = rows[:, first + 1 : last + 2]
-    stretches = (targets[:, start : start + STRETCH] for start in range(0, targets.shape[1], STRETCH))
-    text = sum(count_bytes(stretch, tokenizer) for stretch in stretches) or math.nan
-    bits, fresh = (float(x) / text / math.log(2) for x in (nats[0], nats[-1]))
-    # A row's first token may be the one in front of a document, as in training.
-    documents = int(np.sum(np.all(rows[:, 1 : first + 1] != tokenizer.eos_id, axis=1)))
-    return Bucket(first, last, targets.size, documents, float(nats[0]) / targets.size, bits, fresh, fresh - bits)
+def _read(
+    run: "Run", rows: list[np.ndarray], places: list[tuple[int, int]], *, carried: bool
+) -> tuple[np.ndarray, float]:
+    """The losses summed over each bucket of all rows, with the state carried on, where that is asked for, and with
+    empty ones, float64 [1 or 2, buckets]; and the tokens read in a second."""
+    window = run.config.data.sequence_length
+    reader = LongReader(run.graphdef, closed=window % granularity(run.config.model) == 0)
+    rows = sorted(rows, key=len, reverse=True)
+    side_by_side = min(SIDE_BY_SIDE, len(rows))
+    groups = [rows[start : start + side_by_side] for start in range(0, len(rows), side_by_side)]
+    groups[-1] += [rows[0][:1]] * (side_by_side - len(groups[-1]))  # rows of no window: one compilation for all groups
+    states = (False, True) if carried else (True,)
+
+    def read(group: list[np.ndarray], fresh: bool) -> Iterator[np.ndarray]:
+        return reader.losses(run.params, group, window, fresh=fresh, room=len(rows[0]) - 1)
+
+    next(read(groups[0], True))  # compiles, before the clock starts
+    begun, ends = time.perf_counter(), [last for _, last in places]
+    windows = (
+        (number, place, loss)
+        for group in groups
+        for number, fresh in enumerate(states)
+        for place, loss in enumerate(read(group, fresh))
+    )
+    count = len(states) * sum(len(group[0]) // window for group in groups)
+    nats = np.zeros((len(states), len(places)))
+    for number, place, loss in track(windows, "positions", count, console=Console(stderr=True), transient=True):
+        bucket = np.searchsorted(ends, place * window + np.arange(window))
+        nats[number] += np.bincount(bucket, loss, len(places))
+    tokens = len(states) * sum(len(row) - 1 for row in rows)
+    return nats, tokens / (time.perf_counter() - begun)
 
 
-def plot_positions(buckets: list[Bucket], window: int, file: Path) -> None:
+def _buckets(
+    places: list[tuple[int, int]], nats: np.ndarray, rows: list[np.ndarray], tokenizer: data.Tokenizer
+) -> list[Bucket]:
+    """nats: as `_read` gives them."""
+    buckets, read, lost = [], 0, 0.0
+    for (first, last), losses in zip(places, nats.T.tolist(), strict=False):
+        targets = [row[first + 1 : last + 2] for row in rows if len(row) - 1 > first]
+        tokens = sum(map(len, targets))
+        text = sum(
+            count_bytes(part[None, start : start + STRETCH], tokenizer)
+            for part in targets
+            for start in range(0, len(part), STRETCH)
+        )
+        read, lost = read + tokens, lost + losses[0]
+        bits, fresh = (each / (text or math.nan) / math.log(2) for each in (losses[0], losses[-1]))
+        loss = losses[0] / tokens
+        buckets.append(
+            Bucket(
+                first, last, len(targets), tokens, text, loss, perplexity_of(loss), perplexity_of(lost / read), bits,
+                fresh, fresh - bits,
+            )
+        )  # fmt: skip
+    return buckets
+
+
+def plot_positions(buckets: list[Bucket], window: int, file: Path, note: str = "") -> None:
     """Draw bits per byte over positions, with the state carried on and with empty ones."""
-    with figure(file, width=7, height=4.2, dpi=120) as axes:
+    with figure(file, width=7, height=4.2, dpi=120, note=note) as axes:
         ends = [bucket.last + 1 for bucket in buckets]
         axes.plot(ends, [bucket.bits_per_byte for bucket in buckets], "o-", label="state carried on")
         fresh = [bucket.fresh_bits_per_byte for bucket in buckets]
         axes.plot(ends, fresh, "o--", color="tab:gray", label=f"empty state every {window:,} tokens")
         axes.axvline(window, color="black", linewidth=0.8, linestyle=":", label="length of a row in training")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ends, [f"{end:,}" for end in ends])
+        axes.set_xticks(ends, [f"{bucket.last + 1:,}\n({bucket.documents:,})" for bucket in buckets])
         axes.set_xticks([], minor=True)
-        axes.set(xlabel="positions up to", ylabel="loss (bits per byte)", title=file.parent.name)
+        axes.set(xlabel="positions up to (rows that reach them)", ylabel="loss (bits per byte)", title=file.parent.name)
         axes.grid(alpha=0.3)
         axes.legend()

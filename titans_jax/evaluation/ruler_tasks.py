@@ -7,6 +7,8 @@ versions of RULER before June 2025 fell short of the length by up to 500 words.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,29 +64,46 @@ def make_sample(task: RulerTask, essay: Essay, count_tokens: Callable[[str], int
     """The sample with the longest text for which the prompt and `task.generated` tokens are at most `length` tokens.
 
     Raises:
-      ValueError: not even the shortest text fits.
+      ValueError: not even the shortest text fits, or there is not enough to fill the length with.
     """
     draft = task.draft(number, essay, count_tokens, length)
     text = draft.prompt(most_units(draft, count_tokens, length - task.generated))
     if count_tokens(text) + task.generated > length:
-        raise ValueError(f"length is {length:,} tokens, too few for a question and {task.generated} of an answer")
+        too_few = f"too few for a question and {task.generated} of an answer; use a larger length"
+        raise ValueError(f"length is {length:,} tokens, {too_few}")
     depth = None if draft.mark is None else text.index(draft.mark) / len(text)
     return Sample(text, draft.answers, depth, draft.one_is_enough)
 
 
 def most_units(draft: Draft, count_tokens: Callable[[str], int], room: int) -> int:
-    """The most units, by bisection, with which a prompt has at most `room` tokens; its fewest where none has."""
+    """The most units with which a prompt has at most `room` tokens, while one more has not; its fewest where none has.
 
-    def fits(units: int) -> bool:
-        return count_tokens(draft.prompt(units)) <= room
+    Prompts grow almost evenly, so a line through two of them is nearly right, and few long prompts are made.
+    """
 
-    low, high = draft.least, 2 * draft.least
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    def beyond(units: int) -> int:
+        return count_tokens(draft.prompt(units)) - room
+
+    low = high = draft.least
+    below = above = beyond(low)
+    while above <= 0:
+        per_unit = (above - below) / max(high - low, 1)
+        low, below = high, above
+        # A little further than the line says, so that the next is too long; at first it says little.
+        further = 1.05 * -below / per_unit if per_unit > 0 else math.inf
+        high = low + max(1, int(min(further, 3 * low)))
+        above = beyond(high)
+    for tries in itertools.count():
+        if high - low <= 1:
+            return low
+        # Halves, where prompts grow so unevenly that the line does not find it.
+        on_the_line = -below * (high - low) // (above - below) if tries < 9 else (high - low) // 2
+        middle = low + min(max(on_the_line, 1), high - low - 1)
+        tokens = beyond(middle)
+        if tokens <= 0:
+            low, below = middle, tokens
+        else:
+            high, above = middle, tokens
 
 
 def score(answers: tuple[str, ...], prediction: str, one_is_enough: bool = False) -> float:

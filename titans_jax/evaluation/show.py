@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -28,19 +29,23 @@ def list_sets(folder: Path) -> None:
     """Every data set, its size where it is in the folder, and where it comes from."""
     for name, one in SETS.items():
         file = find_file(folder, one.file)
-        there = "not there" if file is None else f"{file.stat().st_size / 1e6:,.1f} MB"
-        source = one.address or f"tensorflow_datasets {one.builder}"
-        print(f"{name:16} {there:12} {folder / one.file}: {one.what}; from {source}")
+        there = "not there" if file is None else f"{_size(file) / 1e6:,.1f} MB"
+        print(f"{name:16} {there:12} {folder / one.file}: {one.what}; from {one.source}")
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file, or of all files of a folder."""
+    return sum(each.stat().st_size for each in (file, *file.rglob("*")) if each.is_file())
 
 
 def fetch_sets(names: Sequence[str], folder: Path, path: str | None) -> None:
-    """Fetch data sets, or all of them, and say where each is.
+    """Fetch data sets, or all that have an address, and say where each is.
 
     Raises:
       ConfigError: one path for several sets.
       DataError: a set cannot be had.
     """
-    names = tuple(SETS) if tuple(names) == ("all",) else names
+    names = tuple(name for name, one in SETS.items() if one.has_source) if tuple(names) == ("all",) else names
     if path is not None and len(names) > 1:
         raise ConfigError(f"path is {path!r}, but there are {len(names)} names; give it with one")
     for name in names:
@@ -48,12 +53,18 @@ def fetch_sets(names: Sequence[str], folder: Path, path: str | None) -> None:
 
 
 def print_numbers(numbers: Numbers) -> None:
-    """Results of evaluators: a line for every number, a table for every list of rows."""
+    """Results of evaluators: a line for every number, a table for every list of rows, below what its header says."""
     width = max(14, *(len(name) + 2 for name in numbers))
+    printed: dict[str, Any] = {}
     for name, value in numbers.items():
         if not isinstance(value, list):
             print(f"{name.replace('_', ' '):{width}}{value:,.6g}")
             continue
+        header = getattr(value, "header", printed)
+        if header != printed:  # that of an evaluator's tables is one
+            printed = header
+            for key, what in header.items():
+                print(f"{key.replace('_', ' '):{width}}{what}")
         table = Table(title=name.replace("_", " "), title_justify="left", box=box.SIMPLE)
         for column in value[0]:
             table.add_column(column.replace("_", " "), justify="right")

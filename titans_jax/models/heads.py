@@ -10,6 +10,7 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax.config import ConfigError, ModelConfig
+from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import param_dtype, projection
 from titans_jax.models.loss import cross_entropy_sum
 from titans_jax.models.stack import BlockStack, TokenStack, register_head
@@ -22,7 +23,8 @@ INSTANCE_EPSILON = 1e-5
 class Classifier(TokenStack):
     """Tokens in, logits of a row's class out: the mean over positions of what the blocks return, and a projection.
 
-    classes: how many there are.
+    The mean leaves padding out, where HyenaDNA's is over all positions; of rows of one length, as the sets of GUE are,
+    both are the same. classes: how many there are.
     """
 
     def __init__(self, config: ModelConfig, classes: int = 2, *, rngs: nnx.Rngs):
@@ -50,18 +52,28 @@ class Classifier(TokenStack):
 @register_head()
 class Autoencoder(TokenStack):
     """Tokens in, the same tokens out of the last position alone: what the blocks return there, plus each position's
-    sinusoids, through a two-layer perceptron (MAD's compression, arXiv 2403.17844)."""
+    sinusoids, through two hidden layers (MAD's compression, arXiv 2403.17844).
+
+        x = gelu(rms_norm(x) W_1),  x = gelu(rms_norm(x) W_2),  logits = rms_norm(x) W_3
+
+    There are no biases here, and the norm behind the blocks comes before the sinusoids.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        self.hidden = projection(config, config.dim, config.dim, ("embed", "mlp"), rngs=rngs)
-        self.head = projection(config, config.dim, config.vocab_size, ("mlp", "vocab"), rngs=rngs)
+        dim, axes = config.dim, (("embed", "mlp"), ("mlp", "embed"))
+        self.hidden = nnx.List([projection(config, dim, dim, each, rngs=rngs) for each in axes])
+        self.norms = nnx.List([RMSNorm(config, dim, rngs=rngs) for _ in range(3)])
+        self.head = projection(config, dim, config.vocab_size, ("embed", "vocab"), rngs=rngs)
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
         """Logits of every token, float32 [batch, time, vocab_size]; tokens int32 [batch, time]."""
         code = self._read(self._embed(tokens))[:, -1:]
-        places = jnp.asarray(sinusoids(tokens.shape[1], self.config.dim), code.dtype)
-        return self.head(jax.nn.gelu(self.hidden(code + places[None]))).astype(param_dtype(self.config))
+        x = code + jnp.asarray(sinusoids(tokens.shape[1], self.config.dim), code.dtype)[None]
+        *norms, last = self.norms
+        for norm, layer in zip(norms, self.hidden, strict=True):
+            x = jax.nn.gelu(layer(norm(x)))
+        return self.head(last(x)).astype(param_dtype(self.config))
 
     def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Summed cross entropy in nats, and targets that are 0 or more."""

@@ -43,7 +43,7 @@ class AblationOptions(StudyOptions):
     """Persistent tokens of the full model."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(preset="titans", depth=2, expansion=2))
     """The memory of the full model."""
-    recall: Recall = field(default_factory=lambda: Recall(num_pairs=4, length=64, vocab_size=64, steps=1500))
+    recall: Recall = field(default_factory=lambda: Recall(num_pairs=4, length=64, vocab_size=128, steps=1500))
     """Settings of recall."""
     language: Language = field(default_factory=Language)
     """Settings of language."""

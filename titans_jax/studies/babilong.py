@@ -66,8 +66,8 @@ class Babilong(Task):
     """Decoupled decay of matrices."""
     question: str = "qa1"
     """A task of bAbI, qa1 to qa5."""
-    folder: str = "../shared/data"
-    """Where babi/ and books/ are."""
+    folder: str = "data"
+    """Where babi/ and books/ are, as `titans data fetch` lays them out."""
     tokenizer: str = WORDS
     """"words" (those of the training stories and the most frequent of the novels, 2,048 tokens), "byte", or a path."""
     segment: int = 512

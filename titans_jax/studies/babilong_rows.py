@@ -84,7 +84,7 @@ class Questions:
         self.stories, self._background, self._tokenizer = stories, background, tokenizer
         self._exams: dict[tuple[int, int], list[Sample]] = {}
         size = functools.cache(lambda text: len(tokenizer.encode(text)))
-        self._facts = np.array([sum(size(" " + fact) for fact in story.facts) for story in stories])
+        self._facts = np.array([background.size(story.facts) for story in stories])
         self._asked = np.array([size(story.question) + size(story.answer) + 2 for story in stories])
 
     @property

@@ -131,24 +131,27 @@ class Generated(Task):
 
 
 class Answers(NamedTuple):
-    """Sums over asked sequences: nats of the answers; by class how often it was right, asked for and answered; and
-    sequences without a mistake, of how many."""
+    """Sums over asked sequences: nats of the answers; by class how often it was right, asked for and answered; answers
+    before a sequence's first mistake; and sequences without a mistake, of how many."""
 
     nats: float
     right: np.ndarray
     asked: np.ndarray
     answered: np.ndarray
+    before_mistake: float
     whole: float
     sequences: float
 
     @property
     def numbers(self) -> Numbers:
         """accuracy: share of answers that are right. macro_accuracy: the mean of the classes' own, a class that is
-        answered but never asked for counting 0 (as torchmetrics has it). sequence_accuracy: share of sequences without
-        a mistake. loss: mean cross entropy, nats."""
+        answered but never asked for counting 0 (as torchmetrics has it). cumulative_accuracy: share of answers before
+        the first mistake of their sequence, the mean over its beginnings of how many have none (DeltaProduct).
+        sequence_accuracy: share of sequences without a mistake. loss: mean cross entropy, nats."""
         count, seen = self.asked.sum(), (self.asked + self.answered) > 0
         macro = np.sum(self.right / np.maximum(self.asked, 1)) / seen.sum()
         numbers = {"accuracy": self.right.sum() / count, "macro_accuracy": macro}
+        numbers |= {"cumulative_accuracy": self.before_mistake / count}
         numbers |= {"sequence_accuracy": self.whole / self.sequences, "loss": self.nats / count}
         return {name: float(value) for name, value in numbers.items()}
 
@@ -169,8 +172,8 @@ def make_answer_step(graphdef: nnx.GraphDef) -> Callable[[Any, Batch], tuple[jax
             by_class(jnp.where(where, values, logits.shape[-1]).ravel())
             for where, values in ((right, targets), (asked, targets), (asked, answers))
         ]
-        whole = jnp.sum(jnp.all(right | ~asked, axis=-1))
-        return nats, *counts, whole, len(targets)
+        unbroken = jnp.cumprod(right | ~asked, axis=-1).astype(bool)
+        return nats, *counts, jnp.sum(unbroken & asked), jnp.sum(unbroken[:, -1]), len(targets)
 
     return answer_step
 
@@ -190,8 +193,8 @@ class Recall(Generated):
     """Key-value pairs of a sequence."""
     length: int = 32
     """Tokens of a sequence."""
-    vocab_size: int = 32
-    """Tokens: half of them keys, half values."""
+    vocab_size: int = 64
+    """Tokens: half of them keys, half values; Zoology has more of them than length."""
     random_fill: bool = False
     """Random tokens between the queries, in place of blanks."""
 

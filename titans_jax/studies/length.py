@@ -1,8 +1,9 @@
 """`titans study length`: models trained on short rows, and their loss far beyond, with the state carried or emptied;
 and `titans study lengths`, a model for each length of rows (figure 7 of Titans), also read beyond it.
 
-A memory that is worth carrying has a loss that does not rise with the position (the last bucket over the best one is
-near 1), and that is below the loss with the state emptied before every row.
+The long texts are stretches of the held-out text, across documents. A memory that is worth carrying has a loss that
+does not rise with the position (the last bucket over the best one is near 1), and that is below the loss with the state
+emptied before every row.
 """
 
 import dataclasses
@@ -99,8 +100,9 @@ class LengthStudy(Study):
         last = options.language.positions
         return (
             "memory gain: bits per byte lost where nothing is written; "
-            f"trained on rows of {rows}, read to {last:,}: the carried loss of the last bucket of positions over "
-            f"that of the best, and over the loss with the state emptied every row"
+            f"trained on rows of {rows}, read to {last:,} in stretches of the held-out text, across documents: the "
+            "carried loss of the last bucket of positions over that of the best, and over the loss with the state "
+            "emptied every row"
         )
 
     def draw(self, options: LengthOptions, rows: list[Row], file: Path, note: str) -> None:

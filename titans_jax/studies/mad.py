@@ -8,7 +8,6 @@ epochs; here a training ends early once its validation score is 0.999, and its b
 
 import dataclasses
 import itertools
-import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +19,7 @@ from titans_jax.studies import models
 from titans_jax.studies.generated import Generated, Sequences
 from titans_jax.studies.models import ATTENTION
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
-from titans_jax.studies.table import Baseline, Row, best_of
+from titans_jax.studies.table import Baseline, Row, best_of, joined_row, means_by_seed
 from titans_jax.studies.tasks import Numbers
 
 PUBLISHED: dict[str, dict[str, float]] = {
@@ -83,12 +82,13 @@ def answers_of(setting: MadSetting) -> int:
     """How many different tokens may be an answer."""
     size = setting.vocab_size
     if setting.task == "compression":
-        return size - 1
+        return size
     if setting.task == "selective-copying":
         return size - 2
-    if setting.task == "noisy-in-context-recall":
-        return size - setting.noise_tokens - (size - setting.noise_tokens) // 2
-    return size - size // 2 - (setting.task != "in-context-recall")
+    if setting.task == "memorization":
+        return (size - 1) // 2
+    others = {"noisy-in-context-recall": setting.noise_tokens, "fuzzy-in-context-recall": 1}.get(setting.task, 0)
+    return size - others - (size - others) // 2
 
 
 @dataclass(frozen=True)
@@ -162,23 +162,38 @@ class MadStudy(Study):
         return cells
 
     def trained(self, options: MadOptions) -> list[tuple[Mad, tuple[str, float, float]]]:
-        """Every task with its change, learning rate and weight decay."""
+        """Every task with its change, learning rate and weight decay.
+
+        Raises:
+          ConfigError: a setting has no sequence as short as `longest`, or not one batch to train on.
+        """
+        chosen = [
+            (change, setting)
+            for name in dict.fromkeys(options.tasks)
+            for change, setting in (settings(name) if options.changes else {"baseline": SETTINGS[name]}).items()
+        ]
+        longest, count, batch_size = options.longest, options.train_sequences, options.batch_size
+        least, name = max((setting.shortest, setting.task) for _, setting in chosen)
+        if longest is not None and longest < least:
+            raise ConfigError(f"longest is {longest}; use at least {least}, which {name} needs")
+        if count is not None and count < batch_size:
+            raise ConfigError(f"train_sequences is {count}; use at least {batch_size}, one batch of batch_size")
+        fewest, name = min((setting.train_sequences, setting.task) for _, setting in chosen)
+        if count is None and fewest < batch_size:
+            raise ConfigError(f"batch_size is {batch_size}; use at most {fewest}, the training sequences of {name}")
         found = []
-        for name in dict.fromkeys(options.tasks):
-            for change, setting in settings(name).items() if options.changes else [("baseline", SETTINGS[name])]:
-                count = options.train_sequences or setting.train_sequences
-                length = min(setting.length, options.longest or setting.length)
-                setting = dataclasses.replace(setting, train_sequences=count, length=length)
-                for rate, decay in itertools.product(
-                    dict.fromkeys(options.learning_rates), dict.fromkeys(options.weight_decays)
-                ):
-                    task = Mad(
-                        steps=options.epochs * (count // options.batch_size), batch_size=options.batch_size,
-                        learning_rate=rate, train_sequences=count // options.batch_size * options.batch_size,
-                        validation_sequences=options.held_out, test_sequences=options.held_out, setting=setting,
-                        weight_decay=decay,
-                    )  # fmt: skip
-                    found.append((task, (change, rate, decay)))
+        for (change, setting), rate, decay in itertools.product(
+            chosen, dict.fromkeys(options.learning_rates), dict.fromkeys(options.weight_decays)
+        ):
+            sequences = setting.train_sequences if count is None else count
+            length = setting.length if longest is None else min(setting.length, longest)
+            task = Mad(
+                steps=options.epochs * (sequences // batch_size), batch_size=batch_size, learning_rate=rate,
+                train_sequences=sequences // batch_size * batch_size, validation_sequences=options.held_out,
+                test_sequences=options.held_out, weight_decay=decay,
+                setting=dataclasses.replace(setting, train_sequences=sequences, length=length),
+            )  # fmt: skip
+            found.append((task, (change, rate, decay)))
         return found
 
     def columns(self, options: MadOptions) -> list[Column]:
@@ -191,30 +206,24 @@ class MadStudy(Study):
         rows, found = best_of(rows, ("learning_rate", "weight_decay"), "validation"), []
         for name in dict.fromkeys(row.labels["model"] for row in rows):
             own = [row for row in rows if row.labels["model"] == name]
-            numbers: dict[str, list[float | None]] = {}
-            for task in dict.fromkeys(options.tasks):
-                every = [row.numbers.get("macro_accuracy", []) for row in own if row.labels["task"] == task]
-                numbers[task] = [_mean(values) for values in zip(*every, strict=False)]
-            numbers["mad"] = [_mean(values) for values in zip(*numbers.values(), strict=False)]
-            sums = {part: sum(getattr(row, part) for row in own) for part in ("models", "not_finite", "failed")}
-            sizes = {
-                part: sorted({size for row in own for size in getattr(row, part)})
-                for part in ("parameters", "state_floats", "tokens")
+            numbers = {
+                task: means_by_seed(row.numbers.get("macro_accuracy", []) for row in own if row.labels["task"] == task)
+                for task in dict.fromkeys(options.tasks)
             }
-            ends = {part: [min(every), max(every)] for part, every in sizes.items()}
-            seconds = statistics.fmean(row.seconds for row in own)
-            found.append(Row({"model": name}, **ends, seconds=seconds, **sums, numbers=numbers))
+            numbers["mad"] = means_by_seed(numbers.values())
+            found.append(joined_row({"model": name}, own, numbers))
         return found
 
     def published(self, options: MadOptions) -> list[Baseline]:
-        """See `Study`; where all settings are trained as they are in MAD."""
+        """See `Study`; where the settings and their training sequences are MAD's own, however they are trained here."""
         as_it_is = options.changes and options.longest is None and options.train_sequences is None
-        return list(PUBLISHED.items()) if as_it_is else []
+        words = "200 epochs, best of six settings by test"
+        return [(f"{name} ({words})", numbers) for name, numbers in PUBLISHED.items()] if as_it_is else []
 
     def notes(self, options: MadOptions) -> str:
         """See `Study`."""
         which = "all settings" if options.changes else "the baselines alone"
-        cut = f", cut to {options.longest} tokens" if options.longest else ""
+        cut = "" if options.longest is None else f", cut to {options.longest} tokens"
         return f"{which}{cut}, {options.epochs} epochs at most; macro-averaged accuracy, rate and decay by validation"
 
     def draw(self, options: MadOptions, rows: list[Row], file: Path, note: str) -> None:
@@ -233,8 +242,3 @@ class MadStudy(Study):
             axes.set_xticks(range(len(columns)), [column.heading for column in columns], rotation=20)
             axes.set(ylabel="accuracy, mean over classes", ylim=(0, 1.03))
             axes.legend(fontsize="x-small")
-
-
-def _mean(values: tuple[float | None, ...]) -> float | None:
-    """None where one of them is not known: a mean without the hard settings would flatter."""
-    return None if not values or None in values else statistics.fmean(values)

@@ -7,8 +7,11 @@ sizes where several are tried, the table has the one that is best on validation 
 the sequence is right 1 / num_pairs of the time. Transformer++ ("attention"), whose cache keeps everything, is the
 reference for what can be learned.
 
-Where it differs from Zoology (arXiv 2312.04927): its models have no feed-forward layers and these do; new sequences
-take the place of 100,000 read again; the learning rate is chosen on validation, not on test sequences.
+Where the sweep differs from Zoology's (arXiv 2312.04927): its models have no feed-forward layers and these do; new
+sequences take the place of 100,000 read for at most 64 epochs, 12,500 steps of 512; gradients are clipped at norm 1;
+the cosine goes down with every step, not every epoch; the learning rate is chosen on validation, not on test sequences,
+of which there are 3,072, whole batches, not 3,000. With --quick and --easy there is a warm-up in a tenth of the steps,
+and a cosine to a tenth; and the easy task has as many tokens as a sequence is long, where Zoology's must have more.
 """
 
 import dataclasses
@@ -21,13 +24,16 @@ from typing import Any
 import numpy as np
 
 from titans_jax import plots
-from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import models
 from titans_jax.studies.generated import Recall
 from titans_jax.studies.models import ATTENTION, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row, best_of
+
+MOST_TOKENS = 65_536
+"""Tokens of a step at most."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class MqarOptions(StudyOptions):
     """Names in titans_jax.memory.presets.PRESETS, "attention", and "window", attention that sees `segment` tokens."""
     blocks: tuple[str, ...] = ("lmm",)
     """Blocks that hold the memories: lmm, mac, mag, mal."""
-    dims: tuple[int, ...] = (64, 128)
+    dims: tuple[int, ...] = (64, 128, 256, 512)
     """Widths of the residual stream; a model has dim / head_dim heads."""
     head_dims: tuple[int, ...] = (16,)
     """Widths of a head, which set the size of the state; each divides every dim."""
@@ -49,7 +55,7 @@ class MqarOptions(StudyOptions):
     num_pairs: tuple[int, ...] = (4, 8, 16)
     """Key-value pairs of a sequence, of the same tasks."""
     vocab_size: int = 8192
-    """Tokens: half of them keys, half values."""
+    """Tokens: half of them keys, half values; more than a sequence is long, but for the easy task."""
     random_fill: bool = False
     """Random tokens between the queries, in place of Figure 2's blanks."""
     depth: int = 2
@@ -61,18 +67,28 @@ class MqarOptions(StudyOptions):
     """The other fields of the memories."""
     max_step_sizes: tuple[float, ...] = ()
     """Largest inner step sizes tried, for presets that have one. None named is the one of `memory`."""
-    learning_rates: tuple[float, ...] = (1e-4, 4.6e-4, 2.2e-3, 1e-2)
-    """Peaks of the cosine that are tried, after a linear warm-up in a tenth of the steps."""
+    learning_rates: tuple[float, ...] = tuple(np.logspace(-4, -2, 4).tolist())
+    """Peaks of the cosine that are tried."""
     steps: int = 3200
     """Training steps of a memory; fewer where its validation accuracy reaches 0.99."""
     attention_steps: int = 3200
     """Training steps of attention, which has no convolution to show it which value follows a key."""
     batch_size: int = 512
-    """Sequences of a step."""
+    """Sequences of a step, halved until they are at most 65,536 tokens, as in Zoology: 512 of 128, 256 of 256."""
     validation_sequences: int = 1024
     """Sequences that the training is stopped by, and the learning rate chosen; 0 needs a single rate."""
     test_sequences: int = 3072
     """Unseen sequences asked about, the same for all models."""
+
+
+@dataclass(frozen=True)
+class ZoologyRecall(Recall):
+    """Recall trained as in Zoology's sweep."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """AdamW by a cosine to 0, without warm-up."""
+        return dataclasses.replace(super().optimizer, warmup_steps=0, final_learning_rate_ratio=0.0, beta2=0.999)
 
 
 @register_study("mqar")
@@ -95,7 +111,7 @@ class MqarStudy(Study):
             return sweep
         few = ("linear_attention", "gated_deltanet", "titans", ATTENTION)
         return dataclasses.replace(
-            small, presets=few, sequence_lengths=(64, 128), num_pairs=(4, 8), vocab_size=64, seeds=1,
+            small, presets=few, sequence_lengths=(64, 128), num_pairs=(4, 8), vocab_size=256, seeds=1,
             learning_rates=(1e-3, 3e-3), validation_sequences=256, attention_steps=1600,
         )  # fmt: skip
 
@@ -109,6 +125,11 @@ class MqarStudy(Study):
             raise ConfigError(
                 f"sequence_lengths has {len(options.sequence_lengths)} and num_pairs {len(options.num_pairs)} entries; "
                 "use one of each for every task"
+            )
+        longest = max(options.sequence_lengths)
+        if options.vocab_size <= longest and not options.easy:
+            raise ConfigError(
+                f"vocab_size is {options.vocab_size}; use more than {longest}, the longest of sequence_lengths"
             )
         for name in ("learning_rates", "max_step_sizes"):
             several = len(set(getattr(options, name)))
@@ -138,13 +159,18 @@ class MqarStudy(Study):
 
     def notes(self, options: MqarOptions) -> str:
         """See `Study`."""
-        pairs = ", ".join(f"{task.num_pairs} pairs in {task.length} tokens" for task in tasks(options))
-        chance = ", ".join(f"{1 / task.num_pairs:.2f}" for task in tasks(options))
-        rates = f"the best of {len(options.learning_rates)} learning rates on validation"
+        every = tasks(options)
+        pairs = ", ".join(f"{task.num_pairs} pairs in {task.length} tokens" for task in every)
+        chance = ", ".join(f"{1 / task.num_pairs:.2f}" for task in every)
+        sizes = " or ".join(str(size) for size in dict.fromkeys(task.batch_size for task in every))
+        how = "cut down, not Zoology's training"
+        if isinstance(every[0], ZoologyRecall):
+            how = "trained as by Zoology, but for its epochs; feed-forward layers, gradients clipped"
+        rates = f", the best of {len(options.learning_rates)} learning rates on validation"
         return (
             f"{pairs} of {options.vocab_size}, {'random tokens' if options.random_fill else 'blanks'} between queries, "
-            f"{options.steps} steps of {options.batch_size}"
-            f"{', ' + rates if len(options.learning_rates) > 1 else ''}; chance is {chance}"
+            f"{options.steps} steps of {sizes} new sequences{rates if len(options.learning_rates) > 1 else ''}; "
+            f"chance is {chance}; {how}"
         )
 
     def draw(self, options: MqarOptions, rows: list[Row], file: Path, note: str) -> None:
@@ -182,14 +208,23 @@ class MqarStudy(Study):
 
 def tasks(options: MqarOptions) -> list[Recall]:
     """One task for each length and number of pairs."""
+    kind = Recall if options.easy or options.quick else ZoologyRecall
     return [
-        Recall(
-            steps=options.steps, batch_size=options.batch_size, num_pairs=pairs, length=length,
+        kind(
+            steps=options.steps, batch_size=batch_size(options, length), num_pairs=pairs, length=length,
             vocab_size=options.vocab_size, random_fill=options.random_fill,
             validation_sequences=options.validation_sequences, test_sequences=options.test_sequences,
         )
         for length, pairs in zip(options.sequence_lengths, options.num_pairs, strict=True)
     ]  # fmt: skip
+
+
+def batch_size(options: MqarOptions, length: int) -> int:
+    """Sequences of this length in a step."""
+    size = options.batch_size
+    while size > 1 and size * length > MOST_TOKENS:
+        size //= 2
+    return size
 
 
 def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], ModelConfig]]:

@@ -11,6 +11,11 @@ length and are asked at longer ones. Beside what was found stands what theory sa
 - A transformer of fixed depth is in TC0, and S5 and A5 are not, if TC0 is not NC1 (Merrill et al., arXiv 2404.08819);
   of parity and S3 theory leaves open whether they are found.
 - Of memories behind a norm or a non-linearity no theorem is known ("open"): Titans' 4.1 is printed without a proof.
+
+Test rows differ from one another, and neither validation nor training has one of them. Where it differs from
+DeltaProduct: new rows take the place of 100,000 read for at most 100 epochs; 4 heads of 32 and 512 rows a step, not 8
+and 2,048; AdamW with a decay of 0.1 and beta2 0.95, not 1e-6 and 0.999, behind a warm-up in a tenth of the steps and
+clipped at norm 1; a training ends at a validation accuracy of 0.999, by positions, not at 0.99 by whole rows.
 """
 
 import dataclasses
@@ -19,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from flax import nnx
 
 from titans_jax import plots
@@ -26,7 +32,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, did_you_me
 from titans_jax.data.word_problems import group, word_problems
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import models
-from titans_jax.studies.generated import TEST_SEED, Generated, Sequences
+from titans_jax.studies.generated import TEST_SEED, VALIDATION_SEED, Generated, Sequences
 from titans_jax.studies.models import ATTENTION
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row
@@ -97,22 +103,36 @@ class WordProblem(Generated):
 
     def check(self, model: ModelConfig) -> None:
         """See `Task`."""
-        for length in (self.length, *self.test_lengths):
+        for name, length in (("length", self.length), *(("test_lengths", length) for length in self.test_lengths)):
             if length < 1:
-                raise ConfigError(f"test_lengths and length have {length}; use at least 1")
+                raise ConfigError(f"{name} has {length}; use at least 1")
+            there, asked = group(self.group).order ** length, self.test_sequences + self.validation_sequences
+            if there <= asked:
+                raise ConfigError(
+                    f"{name} has {length}, of which {self.group} has {there} rows; use a greater length or group, "
+                    f"with more than the {asked} of test_sequences and validation_sequences"
+                )
         super().check(model)
 
     def draw(self, count: int, seed: int, asked: bool) -> Sequences:
-        """See `Generated`."""
-        return word_problems(group(self.group), self.length, count, seed)
+        """See `Generated`: validation rows (asked) are no test rows, and training rows neither."""
+        known = [self.tested(self.length)] if self.length in self.test_lengths else []
+        if not asked and self.validation_sequences:
+            known.append(self.held_out(VALIDATION_SEED))
+        apart = np.concatenate([rows["tokens"] for rows in known]) if known else None
+        return word_problems(group(self.group), self.length, count, seed, apart, distinct=asked)
+
+    def tested(self, length: int) -> Sequences:
+        """The test rows of a length, no two the same."""
+        return word_problems(group(self.group), length, self.test_sequences, TEST_SEED, distinct=True)
 
     def measure(self, graphdef: nnx.GraphDef, params: object) -> Numbers:
-        """accuracy_L, sequence_accuracy_L: right positions, and rows without a mistake, at each length L."""
-        numbers: Numbers = {}
+        """accuracy_L, cumulative_accuracy_L, sequence_accuracy_L at each length L: right positions, positions before a
+        row's first mistake, and rows without one."""
+        names, numbers = ("accuracy", "cumulative_accuracy", "sequence_accuracy"), {}
         for length in self.test_lengths:
-            sequences = word_problems(group(self.group), length, self.test_sequences, TEST_SEED)
-            found = self.ask(graphdef, params, sequences).numbers
-            numbers |= {f"{name}_{length}": found[name] for name in ("accuracy", "sequence_accuracy")}
+            found = self.ask(graphdef, params, self.tested(length)).numbers
+            numbers |= {f"{name}_{length}": found[name] for name in names}
         return numbers
 
     def baseline(self) -> tuple[str, Numbers]:
@@ -203,6 +223,7 @@ class StateTrackingStudy(Study):
         last = max(lengths)
         return [
             *(Column(f"accuracy_{length}", f"right at {length}") for length in lengths),
+            Column(f"cumulative_accuracy_{last}", f"before a mistake at {last}"),
             Column(f"sequence_accuracy_{last}", f"whole rows at {last}"),
         ]
 
@@ -220,8 +241,9 @@ class StateTrackingStudy(Study):
         """See `Study`."""
         task = options.task
         return (
-            f"trained on rows of {task.length}, {task.steps} steps of {task.batch_size} at most; theory is of depth "
-            f"{options.depth} at any length; found is where {SOLVED:g} of the answers are right"
+            f"trained on rows of {task.length}, {task.steps} steps of {task.batch_size} at most, AdamW with decay "
+            f"{task.optimizer.weight_decay:g} and beta2 {task.optimizer.beta2:g} (DeltaProduct: 2,048, 1e-6, 0.999); "
+            f"theory is of depth {options.depth} at any length; found is where {SOLVED:g} of the answers are right"
         )
 
     def draw(self, options: StateTrackingOptions, rows: list[Row], file: Path, note: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,9 +30,9 @@ class Spread(NamedTuple):
 class Row:
     """A row of a table: the cells with these labels.
 
-    parameters, state_floats, tokens: of a model, one number for each task. numbers: {name: its value with each seed}, a
-    value None where it is not finite or its model failed. models: how many cells there are; not_finite, failed: how
-    many of them are.
+    parameters, state_floats, tokens: of a model, one number for each task, or the least and the largest of them.
+    numbers: {name: its value with each seed}, a value None where it is not finite or its model failed. models: how many
+    cells there are; not_finite, failed: how many of them are.
     """
 
     labels: dict[str, Any]
@@ -97,6 +98,31 @@ def make_rows(done: list[tuple[Cell, Result]]) -> list[Row]:
             )
         )
     return rows
+
+
+def joined_row(labels: dict[str, Any], rows: list[Row], numbers: dict[str, list[Any]]) -> Row:
+    """One row for the models of several: of each size the least and the largest, and the mean of their seconds."""
+
+    def ends(part: str) -> list[int]:
+        sizes = [size for row in rows for size in getattr(row, part)]
+        return [min(sizes), max(sizes)]
+
+    return Row(
+        labels=labels,
+        parameters=ends("parameters"),
+        state_floats=ends("state_floats"),
+        tokens=ends("tokens"),
+        seconds=statistics.fmean(row.seconds for row in rows),
+        models=sum(row.models for row in rows),
+        not_finite=sum(row.not_finite for row in rows),
+        failed=sum(row.failed for row in rows),
+        numbers=numbers,
+    )
+
+
+def means_by_seed(values: Iterable[list[float | None]]) -> list[float | None]:
+    """Means of several numbers with each seed; None where one of them is, as a mean without the hard ones flatters."""
+    return [None if None in seed else statistics.fmean(seed) for seed in zip(*values, strict=False)]
 
 
 Baseline = tuple[str, Numbers]

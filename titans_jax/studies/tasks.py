@@ -98,7 +98,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Language(Task):
-    """Next tokens of real text: bits per byte on held-out documents, and loss by position far beyond the rows."""
+    """Next tokens of real text: bits per byte on held-out documents, and loss by position far beyond the rows.
+
+    The long texts are stretches of the held-out text, one document after another: one of them begins and ends anywhere
+    in a document. `titans evaluate RUN positions` reads each document from its first token instead.
+    """
 
     name: ClassVar[str] = "language"
 
@@ -111,10 +115,10 @@ class Language(Task):
     evaluation_batches: int = 16
     """Held-out batches read."""
     positions: int = 32768
-    """Tokens of the long texts that loss by position is measured on, a multiple of data.sequence_length; 0 measures
-    none."""
+    """Tokens of the stretches of held-out text that loss by position is measured on, a multiple of
+    data.sequence_length; 0 measures none."""
     positions_rows: int = 4
-    """How many long texts."""
+    """How many stretches."""
 
     @property
     def sequence_length(self) -> int:
@@ -136,8 +140,8 @@ class Language(Task):
         check_vocabulary(config, data.load_tokenizer(self.data.tokenizer))
         if self.evaluation_batches < 1:
             raise ConfigError(f"evaluation_batches is {self.evaluation_batches}; use at least 1")
-        if len(self._rows("train", self.sequence_length)) < 1:
-            raise ConfigError(f"data.path is {self.data.path!r}; use text of at least one row")
+        for split in ("train", "validation"):
+            self._corpus(split)  # refuses one without text
         if self.positions < 0 or self.positions % self.sequence_length:
             raise ConfigError(
                 f"positions is {self.positions}; use 0 or a multiple of data.sequence_length {self.sequence_length}"
@@ -162,7 +166,7 @@ class Language(Task):
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
         """bits_per_byte and word_perplexity of held-out text; memory_gain: how many bits per byte more it takes where
         the memories are never written, for a model with memory; and where `positions` is not 0, by bucket of positions
-        in long texts:
+        in stretches of the held-out text:
 
         ends: where the buckets end. carried, fresh: mean loss of each, nats per token, with the state carried from row
         to row, and emptied before every row. last_over_best, last_over_fresh: the last bucket's carried loss over that
@@ -201,8 +205,8 @@ class Language(Task):
         return words, self._by_word(float(bits / num_bytes))
 
     def _by_word(self, bits_per_byte: float) -> Numbers:
-        """bits_per_byte, and word_perplexity: 2 to the bits that a word of the held-out text takes, blanks included."""
-        bits = bits_per_byte * _bytes_per_word(self.data)
+        """bits_per_byte, and word_perplexity: 2 to the bits that a word of what is read takes, blanks included."""
+        bits = bits_per_byte * _bytes_per_word(self)
         return {"bits_per_byte": bits_per_byte, "word_perplexity": 2.0**bits if bits < 1000 else math.inf}
 
     def _data(self, sequence_length: int) -> DataConfig:
@@ -226,7 +230,8 @@ class Language(Task):
         return (batch for _, batch in zip(range(self.evaluation_batches), every, strict=False))
 
     def _long_texts(self, count: int | None = -1) -> np.ndarray:
-        """`count` whole stretches of held-out text (default positions_rows, None all), int32 [count, positions + 1]."""
+        """`count` whole stretches of the held-out text (default positions_rows, None all), wherever in a document they
+        begin, int32 [count, positions + 1]."""
         corpus = self._corpus("validation").tokens
         whole = (len(corpus) - 1) // self.positions
         order = np.random.default_rng(0).permutation(whole)[: self.positions_rows if count == -1 else count]
@@ -245,11 +250,23 @@ def _unwritten_step(graphdef: nnx.GraphDef) -> EvaluationStep | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _bytes_per_word(config: DataConfig) -> float:
-    """Bytes of the held-out documents over the words between their blanks."""
-    documents = data.open_documents(config, "validation")
-    texts = [documents[index] for index in range(len(documents))]
-    return sum(len(text.encode()) for text in texts) / max(sum(len(text.split()) for text in texts), 1)
+def _bytes_per_word(task: Language) -> float:
+    """Bytes over words of the held-out batches that a task reads: the words between blanks that begin in them."""
+    tokenizer = data.load_tokenizer(task.data.tokenizer)
+    num_bytes = words = 0
+    for batch in task._held_out():
+        num_bytes += count_bytes(batch["targets"], tokenizer)
+        for tokens, targets in zip(batch["tokens"], batch["targets"], strict=True):
+            words += _words_begun(tokens[0], targets[targets >= 0], tokenizer)
+    return num_bytes / max(words, 1)
+
+
+def _words_begun(before: int, targets: np.ndarray, tokenizer: data.Tokenizer) -> int:
+    """Words between blanks that begin in the text of targets, int [tokens], which follow the token `before`."""
+    row = np.concatenate([[before], targets])
+    documents = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
+    count = lambda ids: len(tokenizer.decode(ids).split())  # noqa: E731
+    return sum(map(count, documents)) - count(row[:1])
 
 
 @functools.lru_cache(maxsize=4)
@@ -262,6 +279,5 @@ def _corpus(config: DataConfig, split: data.Split) -> data.Corpus:
     corpus = data.tokenize(
         data.open_documents(config, split), data.load_tokenizer(config.tokenizer), show_progress=False
     )
-    if not corpus.num_bytes:
-        raise data.DataError(f"the {split} documents of {data.describe_source(config)} hold no text: give more of it")
+    data.require_text(corpus.num_bytes, split, config)
     return corpus

@@ -2,9 +2,9 @@
 
 depth: the fast matrices of Titans' memory, 1 to 4 (Titans, figure 7). pq: Moneta's exponents, p at its q and q at its p
 (Miras 5.3). yaad: Yaad without each of its parts (Miras' ablation, five removals). Every model has as many parameters,
-and reads as many tokens of the same text; its loss is told over the first 2K, 4K, ... tokens of long texts, with the
-state carried on from row to row. The papers' figures are of other tokens, sizes and lengths: their order is what can be
-compared, not their numbers.
+and reads as many tokens of the same text; its loss is told over the first 2K, 4K, ... tokens of long stretches of the
+held-out text, across documents, with the state carried on from row to row. The papers' figures are of other tokens,
+sizes and lengths: their order is what can be compared, not their numbers.
 """
 
 import dataclasses
@@ -113,7 +113,8 @@ class VariantStudy(Study):
         language = options.language
         return (
             f"trained on rows of {language.sequence_length:,}, {language.steps:,} steps of {language.batch_size}; nats "
-            f"per token over the first tokens of {language.positions_rows} long texts, state carried on"
+            f"per token over the first tokens of {language.positions_rows} stretches of the held-out text, across "
+            "documents, state carried on"
         )
 
     def draw(self, options: VariantOptions, rows: list[Row], file: Path, note: str) -> None:
