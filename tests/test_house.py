@@ -15,7 +15,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 
 # From the ground up: a module may import from its own floor and from those below.
 FLOORS = (
-    ("errors", "registry", "plots", "xla_flags"),
+    ("errors", "registry", "plots", "quiet_lines", "xla_flags"),
     ("ops",),
     ("memory.rule",),
     ("memory.gates", "memory.state"),

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from titans_jax.studies.progress import QUIET_SECONDS, StudyProgress
+from titans_jax.quiet_lines import QUIET_SECONDS
+from titans_jax.studies.progress import StudyProgress
 
 
 @pytest.mark.parametrize("terminal", (False, True), ids=("log", "terminal"))

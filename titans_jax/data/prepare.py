@@ -341,6 +341,8 @@ class _progress:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+        from titans_jax.quiet_lines import QuietLines
+
         console = Console(stderr=True)
         columns = (
             TextColumn("{task.description}"),
@@ -350,8 +352,7 @@ class _progress:
         )
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._tasks = {split: self._bar.add_task(split, total=len(docs), text="") for split, docs in documents.items()}
-        self._say, self._quiet = say, not console.is_terminal
-        self._start = self._said = time.monotonic()
+        self._say, self._lines, self._start = say, QuietLines(console), time.monotonic()
 
     def __enter__(self) -> Callable[..., None]:
         self._bar.start()
@@ -368,6 +369,5 @@ class _progress:
         speed = done / (now - self._start) / 1e6
         text = f"{sum(map(len, made.values())):,} shards, {done / 1e6:,.0f} MB of text, {speed:,.1f} MB/s"
         self._bar.update(self._tasks[split], text=text)
-        if self._quiet and now - self._said > 30:
-            self._said = now
+        if self._lines.due():
             self._say(f"{split}: {text}")

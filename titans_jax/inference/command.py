@@ -21,12 +21,10 @@ from titans_jax.data import open_documents
 from titans_jax.inference.generate import Generator
 from titans_jax.inference.reading import Loss, Memory, MemoryFileError, Reader
 from titans_jax.inference.sampling import Sampling
+from titans_jax.quiet_lines import QuietLines
 
 if TYPE_CHECKING:
     from titans_jax.training import Run
-
-QUIET_SECONDS = 30
-"""Between two lines about a long reading where the error stream is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
     )
     total = sum(file.stat().st_size for file in files)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, done, said = bar.add_task("", total=total, text="compiling"), 0, marks[0][0]
+        task, done, lines = bar.add_task("", total=total, text="compiling"), 0, QuietLines(console)
 
         def texts() -> Iterator[str]:
             nonlocal done
@@ -199,12 +197,10 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
                     done += len(part.encode("utf-8", "replace"))
 
         def told(loss: Loss) -> None:
-            nonlocal said
             marks.append((time.monotonic(), loss.tokens))
             text = f"{loss.tokens:,} tokens, {loss.tokens / (marks[-1][0] - marks[0][0]):,.0f} tokens/s"
             bar.update(task, completed=done, text=text)
-            if not console.is_terminal and marks[-1][0] - said > QUIET_SECONDS:
-                said = marks[-1][0]
+            if lines.due():
                 print(text, file=sys.stderr, flush=True)
 
         memory, loss = reader.read(memory, reader.encode(texts(), memory), told)

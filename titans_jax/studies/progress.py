@@ -9,8 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-QUIET_SECONDS = 30.0
-"""Time between two lines in a log."""
+from titans_jax.quiet_lines import QuietLines
 
 
 class StudyProgress:
@@ -23,7 +22,7 @@ class StudyProgress:
 
     def __init__(self, console: Console, total: int, now: Callable[[], float] = time.monotonic):
         self.console, self._total, self._done, self._now = console, total, 0, now
-        self._words, self._begun, self._said = "", now(), now()
+        self._words, self._begun, self._lines = "", now(), QuietLines(console, now)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(
             *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
@@ -39,12 +38,9 @@ class StudyProgress:
         """One more step has been taken."""
         self._done += 1
         self._bar.advance(self._task)
-        now = self._now()
-        if self.console.is_terminal or now - self._said < QUIET_SECONDS:
-            return
-        self._said = now
-        left = (self._total - self._done) * (now - self._begun) / self._done
-        self.console.print(f"{self._words}  step {self._done:,} of {self._total:,}  eta {left:,.0f} s")
+        if self._lines.due():
+            left = (self._total - self._done) * (self._now() - self._begun) / self._done
+            self.console.print(f"{self._words}  step {self._done:,} of {self._total:,}  eta {left:,.0f} s")
 
     def __enter__(self) -> StudyProgress:
         self._bar.start()
