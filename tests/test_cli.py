@@ -60,7 +60,10 @@ def test_overrides_are_typed(file):
         ("--data.packing tight", "data.packing is 'tight'; use documents or stream"),
         ("--training.steps 2 --model.dim=32 --data.batch_size 2 3", "data.batch_size is '2 3'; use a whole number"),
         ("--model.memory.preset unknown", "model.memory.preset is 'unknown'; use retnet, "),
-        ("--model.memory.forget_bias nan", "model.memory.forget_bias is nan; use a finite number, or None"),
+        (
+            "--model.memory.forget_bias nan",
+            "model.memory.forget_bias is nan; use a finite number, two of them, or None",
+        ),
         (
             "--model.pattern lmm --model.memory.preset mesa --model.memory.form fused",
             "model.memory.form is 'fused', and no kernel runs mesa",

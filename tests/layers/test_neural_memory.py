@@ -29,7 +29,8 @@ def normal(seed, *shape):
 def test_gates_start_where_the_docstring_says():
     layer = memory_layer()
     _, _, gates = layer.gates(jnp.zeros((1, 1, 8)), None, jnp.zeros((1, 1, 2, 4)))
-    np.testing.assert_allclose(np.exp(gates.log_retention), 1 - 1 / (1 + np.exp(5)), rtol=1e-6)
+    kept = np.array([1 - 1 / (1 + np.exp(7)), 1 - 1 / (1 + np.exp(2))])  # of the first head, and the last
+    np.testing.assert_allclose(np.exp(gates.log_retention[0, 0]), np.stack([kept, kept], axis=1), rtol=1e-6)
     np.testing.assert_allclose(np.exp(gates.log_momentum), 0.5, rtol=1e-6)
     np.testing.assert_allclose(gates.step_size, step_size_bound(CONFIG) / (1 + np.exp(2)), rtol=1e-6)
     assert gates.step_size.shape == (1, 1, 2, 2)  # one set per head and fast matrix

@@ -26,14 +26,14 @@ def test_a_configuration_names_what_is_registered():
 
 
 def test_what_has_a_learned_start_forgets_to_it():
-    """Unless told otherwise, and then its gates start to forget as early as those of linear memories."""
+    """Unless told otherwise, and then its heads start to forget at different speeds."""
     for name, preset in PRESETS.items():
         config = MemoryConfig(preset=name)
         learned = preset.make().learned_start
         rule = preset.make()
         normed = dataclasses.replace(rule, forget_to_start=learned, bound_slope=rule.architecture.normalized)
         assert memory_rule(config) == normed
-        assert gate_choices(config).forget_bias == (-5.0 if learned else preset.gates.forget_bias)
+        assert gate_choices(config).forget_bias == ((-7.0, -2.0) if learned else preset.gates.forget_bias)
         assert gate_choices(dataclasses.replace(config, forget_bias=-3.0)).forget_bias == -3.0
 
 

@@ -96,9 +96,10 @@ class MemoryConfig:
     skip_projection: bool | None = None
     """What `value_skip` adds has a projection of its own, so that values can be what a memory needs, and a model with
     `tie_keys` has as many parameters as without. None: with `tie_keys` and `value_skip`."""
-    forget_bias: float | None = None
-    """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. None: -5, or the
-    preset's own where forgetting leads to zero."""
+    forget_bias: float | tuple[float, ...] | None = None
+    """Where the logits of gates called "forget" start: a token forgets sigmoid of it at first. Two numbers are those of
+    the first and the last head, with even steps between. None: -7 and -2, or the preset's own where forgetting leads
+    to zero."""
     caching: str | None = None
     """Memory Caching: how the memories kept at the ends of segments are read together with the running one, by name:
     `residual`, `average`, `gated`, `soup` or `sparse(k=4)`; None keeps none. For lmm, mag and mal. Its state grows by a

@@ -45,7 +45,7 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     Raises:
       ConfigError: there is no such preset, or its gates cannot be changed as the other fields say.
     """
-    from titans_jax.memory.rule.gate_choices import OPEN_BIAS
+    from titans_jax.memory.rule.gate_choices import OPEN_BIAS, SPREAD_BIAS
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
     steep = rule.algorithm.has_momentum or rule.retention.positive
@@ -57,8 +57,8 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
         changed["forget_bias"] = config.forget_bias
     elif to_start:
         # What a stale memory forgets within its chunk, nobody has read: of a long one it keeps 1/e.
-        slow = -math.log(max(rule.chunk_size - 1, 1)) if rule.stale else OPEN_BIAS
-        changed["forget_bias"] = min(OPEN_BIAS, slow)
+        slow = min(OPEN_BIAS, -math.log(max(rule.chunk_size - 1, 1)))
+        changed["forget_bias"] = slow if rule.stale else SPREAD_BIAS
     if gates.rotated_keys and config.forget == "never":
         raise ConfigError(f"model.memory.forget is never; {config.preset} forgets by what turns its keys: use auto")
     keeps = (gates.retention, gates.key, gates.value) == ("keep", None, None)

@@ -6,6 +6,7 @@ work.
 
 import dataclasses
 import itertools
+import math
 import re
 import types
 import typing
@@ -126,13 +127,19 @@ def _validate_ranges(config: Config) -> None:
     require(["optimizer.ema"], lambda x: x is None or 0 <= x < 1, "a number in [0, 1), or None")
     require(["optimizer.final_learning_rate_ratio"], lambda x: 0 <= x <= 1, "a number in [0, 1]")
     require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
-    require(["model.memory.forget_bias"], lambda x: x is None or abs(x) < float("inf"), "a finite number, or None")
+    require(["model.memory.forget_bias"], _is_start, "a finite number, two of them, or None")
     require(["model.hidden_dim", "model.memory.gate_rank"], lambda x: x is None or x >= 1, "at least 1, or None")
     require(["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on")
     axes = ["mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"]
     require(axes, lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")
     if [values[axis] for axis in axes].count(-1) > 1:
         raise ConfigError(f"mesh has several axes set to -1; use -1 on one of {', '.join(axes[:-1])} and {axes[-1]}")
+
+
+def _is_start(value: float | tuple[float, ...] | None) -> bool:
+    """Whether gates can start there: at None, a number, or two."""
+    numbers = value if isinstance(value, tuple) else (value, value)
+    return value is None or (len(numbers) == 2 and all(map(math.isfinite, numbers)))
 
 
 def _validate_model(model: ModelConfig) -> None:

@@ -17,6 +17,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.nn import initializers
 
@@ -24,7 +25,7 @@ from titans_jax import memory
 from titans_jax.config import ModelConfig, gate_choices, step_size_bound
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import param_dtype
-from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate
+from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate, starts_of_heads
 from titans_jax.sharding import logical
 
 # Small: at first every token has nearly the same gates.
@@ -49,8 +50,8 @@ class MemoryGates(nnx.Module):
         if self.scalars:
             width = sum(self.scalars.values())
             self.kernel = nnx.Param(HEAD_KERNEL(rngs.params(), (config.dim, heads, width), dtype))
-            starts = [jnp.full((heads, width), bias, dtype) for width, bias in scalars.values()]
-            start = jnp.concatenate(starts, axis=1)
+            starts = [np.repeat(starts_of_heads(bias, heads)[:, None], width, 1) for width, bias in scalars.values()]
+            start = jnp.asarray(np.concatenate(starts, axis=1), dtype)
             self.bias = nnx.Param(logical(lambda: start, "heads", None)())
         if "rate" in self.scalars:
             self.log_rate, self.step_bias = rate_parameters(heads, dtype)
@@ -62,12 +63,13 @@ class MemoryGates(nnx.Module):
         if self.channels:
             shape = (len(self.channels), heads, config.head_dim)
             self._make_channel_maps(config, shape, rngs=rngs)
-            start = jnp.array(list(channels.values()), dtype)
-            start = jnp.broadcast_to(start[:, None, None], shape)
+            start = jnp.asarray([starts_of_heads(bias, heads) for bias in channels.values()], dtype)
+            start = jnp.broadcast_to(start[..., None], shape)
             self.channel_bias = nnx.Param(logical(lambda: start, None, "heads", None)())
         if choices.complement_keys:
-            bias = logical(initializers.constant(choices.key_gate.start), "heads", None)
-            self.forget_bias = nnx.Param(bias(rngs.params(), (heads, config.head_dim), dtype))
+            start = jnp.asarray(starts_of_heads(choices.key_gate.start, heads), dtype)[:, None]
+            bias = logical(lambda: jnp.broadcast_to(start, (heads, config.head_dim)), "heads", None)
+            self.forget_bias = nnx.Param(bias())
         if choices.lower_bound:
             bound = logical(initializers.zeros, "heads", None)
             self.lower_bound = nnx.Param(bound(rngs.params(), (heads, config.head_dim), dtype))

@@ -37,7 +37,7 @@ from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
 from titans_jax.layers.scan_chunks import at, scan_chunks
 from titans_jax.layers.segments import flags_like
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
-from titans_jax.memory.rule.gate_choices import LearnedGate
+from titans_jax.memory.rule.gate_choices import LearnedGate, starts_of_heads
 from titans_jax.sharding import BATCH, constrain, logical
 
 MEMORIES = ("key", "value", "step_size", "retention", "memory")
@@ -124,8 +124,7 @@ class SelfReferentialMemory(HeadReads):
         self.gate_functions = (choices.step_size_gate, choices.retention_gate)
         kernel = logical(initializers.truncated_normal(0.1), None, "heads", None)
         self.gate_kernel = nnx.Param(kernel(rngs.params(), (2, *heads), dtype))
-        biases = jnp.array([gate.start for gate in self.gate_functions], dtype)
-        biases = jnp.broadcast_to(biases[:, None], (2, config.num_heads))
+        biases = jnp.asarray([starts_of_heads(gate.start, config.num_heads) for gate in self.gate_functions], dtype)
         self.gate_bias = nnx.Param(logical(lambda: biases, None, "heads")())
         shared = config.memory.share_steps and config.memory.step_unit == "error"
         self.shares_steps = shared and self.rule.chunk_size > 1

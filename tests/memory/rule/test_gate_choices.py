@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from titans_jax.memory import GateChoices, LearnedGate, presets
-from titans_jax.memory.rule.gate_choices import KEY_GATES, RETENTION_GATES, STEP_SIZE_GATES
+from titans_jax.memory.rule.gate_choices import KEY_GATES, RETENTION_GATES, STEP_SIZE_GATES, starts_of_heads
 
 HEAD_DIM = 4
 
@@ -72,6 +72,12 @@ def test_the_word_forget_starts_where_the_choices_say():
     choices = GateChoices("forget", key="forget", value="gla", forget_bias=-8.0)
     starts = (choices.retention_gate.start, choices.key_gate.start, choices.value_gate.start)
     assert starts == (-8.0, -8.0, 0.0)
+
+
+def test_heads_start_between_two_numbers():
+    np.testing.assert_allclose(starts_of_heads((-7.0, -2.0), 6), [-7, -6, -5, -4, -3, -2], rtol=1e-12)
+    assert starts_of_heads((-7.0, -2.0), 1).tolist() == [-4.5]
+    assert starts_of_heads(-5.0, 2).tolist() == [-5, -5] and starts_of_heads(-5.0, 1).tolist() == [-5]
 
 
 @pytest.mark.parametrize("table", [RETENTION_GATES, KEY_GATES], ids=["retention", "channel"])

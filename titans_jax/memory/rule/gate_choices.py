@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
@@ -24,9 +25,11 @@ from titans_jax.memory.rule.rule import MemoryRule
 # forgetting only shrinks the weights, and every gradient grows with it, until training explodes (-4 would be a factor
 # of 50 in 220 tokens). The gates learn to forget.
 FORGET_BIAS = -8.0
-# Memories without a norm of their own, and those that forget towards their start, begin by forgetting within some
-# hundred tokens.
+# Memories without a norm of their own begin by forgetting within some hundred tokens.
 OPEN_BIAS = -5.0
+# Those that forget towards their start: the first head keeps 1/e for 1,100 tokens, the last for 8
+# (memory/what_was_tried.md).
+SPREAD_BIAS = (-7.0, -2.0)
 # sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with steps of half the largest, those of a
 # chunk push one another on, and its gradients explode (memory/what_was_tried.md).
 LOW_BIAS = -2.0
@@ -34,19 +37,30 @@ SOFTPLUS_ONE = math.log(math.expm1(1.0))
 """softplus of it is 1."""
 
 
+Start = float | tuple[float, float]
+"""What a logit's bias starts at: one number, or those of the first and the last head."""
+
+
+def starts_of_heads(start: Start, heads: int) -> np.ndarray:
+    """The first bias of every head, float64 [heads]: of one head, the middle of two numbers."""
+    first, last = start if isinstance(start, tuple) else (start, start)
+    return np.linspace(first, last, heads) if heads > 1 else np.array([(first + last) / 2])
+
+
 @dataclasses.dataclass(frozen=True)
 class LearnedGate:
     """A gate that is a function of a logit, elementwise: the step size, or the logarithm of the retention (<= 0).
 
-    start: the logit's bias at first. bounded: the function is in [0, 1], and its product with
+    start: the logit's bias at first; two numbers are those of the first and the last head, with even steps between them
+    (`starts_of_heads`). bounded: the function is in [0, 1], and its product with
     `MemoryConfig.max_step_size`, in its unit, is the step size.
     """
 
     function: Callable[[jax.Array], jax.Array]
-    start: float = 0.0
+    start: Start = 0.0
     bounded: bool = False
 
-    def logits(self, name: str, count: int) -> dict[str, tuple[int, float]]:
+    def logits(self, name: str, count: int) -> dict[str, tuple[int, Start]]:
         """The logits it needs of every token, {name: (how many, their bias at first)}."""
         return {name: (count, self.start)}
 
@@ -179,7 +193,7 @@ class GateChoices:
     number of every head, at first 0.73 (Comba).
     corrected_queries: q - d k takes the place of the query q, d a learned number of every head (Comba).
     preconditioned: the written key is divided by how often keys had its channels (`layers.preconditioner`).
-    forget_bias: the logits' start in gates called "forget".
+    forget_bias: the logits' start in gates called "forget", as `LearnedGate.start`.
     shared: retention, momentum and step size are one number for all fast matrices (Titans v1), not one for each.
 
     Raises ValueError for choices that are none, or exclude each other.
@@ -196,7 +210,7 @@ class GateChoices:
     erase: Literal["all", "channels", "head"] = "all"
     corrected_queries: bool = False
     preconditioned: bool = False
-    forget_bias: float = OPEN_BIAS
+    forget_bias: Start = OPEN_BIAS
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -288,7 +302,7 @@ class GateChoices:
         """Whether the bias has a number per channel: a configuration may put a bias that takes none in its place."""
         return self.bias_gate and rule.bias.takes_gate and rule.bias.gate_by_channel
 
-    def scalar_logits(self, rule: MemoryRule, head_dim: int) -> dict[str, tuple[int, float]]:
+    def scalar_logits(self, rule: MemoryRule, head_dim: int) -> dict[str, tuple[int, Start]]:
         """The scalar logits of one head, {name: (how many, their bias at first)}."""
         matrices, steps = 1 if self.shared else len(rule.shapes(head_dim)), rule.algorithm.steps
         found = self.retention_gate.logits("retention", matrices)
@@ -302,7 +316,7 @@ class GateChoices:
             found["bias_gate"] = (steps, SOFTPLUS_ONE)
         return found
 
-    def channel_logits(self, rule: MemoryRule) -> dict[str, float]:
+    def channel_logits(self, rule: MemoryRule) -> dict[str, Start]:
         """The logits of every channel, {name: their bias at first}; complement keys' come from the key projection."""
         found = {}
         for side, gate in (("key", self.key_gate), ("value", self.value_gate)):
