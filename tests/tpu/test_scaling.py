@@ -73,7 +73,7 @@ def test_weak_scaling_is_written_as_csv_and_plot(monkeypatch, tmp_path):
     [
         ("--chips 8 100", "chips is 100, and v5p has no such slice; use some of [4, 8, 16, 32, 64, 128, "),
         ("--rows_of_chip 3", "rows_of_chip is 3, cut into 8 by training.gradient_accumulation; use a multiple of 8"),
-        ("--rows_of_chip 0", "rows_of_chip is 0, cut into 8"),
+        ("--rows_of_chip 0", "rows_of_chip is 0; use 1 to "),
         ("--compare other", "and compare other; use one of them at a time"),
     ],
 )

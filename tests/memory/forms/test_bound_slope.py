@@ -74,10 +74,10 @@ def test_start_variance_is_that_of_fresh_memories(depth, expansion):
 
 def test_one_key_for_ever_makes_no_memory_unstable():
     """The slope of a layer's weights after 2,048 equal tokens by those at the start: it grows without end without the
-    bound; with it the start is forgotten."""
+    bound, where all heads forget alike; with it the start is forgotten, as fast as the slowest head forgets."""
 
-    def slope(bound_slope):
-        config = MemoryConfig(bound_slope=bound_slope)
+    def slope(bound_slope, forget_bias):
+        config = MemoryConfig(bound_slope=bound_slope, forget_bias=forget_bias)
         model = ModelConfig(dim=32, num_heads=2, head_dim=16, memory=config, dtype="float64")
         layer = NeuralMemory(model, rngs=nnx.Rngs(0))
         x = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (32,), jnp.float64), (1, 2048, 32))
@@ -93,7 +93,8 @@ def test_one_key_for_ever_makes_no_memory_unstable():
         return float(optax.tree.norm(moved) / optax.tree.norm(by))
 
     with jax.enable_x64(True):
-        assert slope(False) > 100 and slope(True) < 1e-3
+        assert slope(False, -5.0) > 100 and slope(True, -5.0) < 1e-3
+        assert slope(True, None) < (1 - 1 / (1 + np.exp(7))) ** 2048
 
 
 def test_a_memory_without_a_norm_is_refused():
