@@ -4,7 +4,7 @@ import pytest
 
 from titans_jax.data.sets import DataSet
 from titans_jax.evaluation import show
-from titans_jax.evaluation.asking import Table
+from titans_jax.evaluation.results import Table
 
 
 def rows(header, *accuracies):

@@ -194,6 +194,11 @@ def find_file(folder: Path, file: str) -> Path | None:
     return next((found for ending in PACKED for found in sorted(folder.glob(file + ending))), None)
 
 
+def file_or_place(folder: str, file: str) -> str:
+    """The file of that name in a folder, as `find_file` has it; where there is none, the one that should be there."""
+    return str(find_file(Path(folder), file) or Path(folder) / file)
+
+
 def fetch(name: str, folder: Path, path: str | None = None, track: Callable[..., Any] = lambda it, **_: it) -> Path:
     """Bring a set into the folder, and return its file, or its own folder; what is there already, if it is.
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers
+from titans_jax.evaluation.results import Table, file_of, header_of, note_of
 from titans_jax.inference import Generator, NotFiniteLogits, Sampling
 from titans_jax.plots import save_csv, save_json
 
@@ -101,19 +102,13 @@ class Asking:
             raise EvaluationError(f"{self.name}: {failure or next(iter(left_out.values()))}") from failure
         # A question that has no room ends its cell, whose earlier answers would be those of the short ones.
         kept = [each for each in answers if (each.task, each.length) not in left_out] or answers
-        header = {
-            "step": run.step,
-            "trained_on_rows_of": run.config.data.sequence_length,
-            "tokenizer": run.config.data.tokenizer,
-            "memory": options.memory,
-        } | self.header
+        header = header_of(run, options) | self.header
         numbers: Numbers = {}
         for task in self.tasks:
             if rows := self._rows([each for each in kept if each.task == task], header["trained_on_rows_of"]):
                 numbers[task] = Table(rows, header)
         sentences = [*self.left_out, *left_out.values()]
-        files = self.name if options.memory == "on" else f"{self.name}_{options.memory}"
-        self._write(run.folder / files, header, kept, numbers, sentences)
+        self._write(file_of(run, options, self.name), header, kept, numbers, sentences)
         for sentence in sentences:
             console.print(f"titans: left out: {sentence}", highlight=False, soft_wrap=True)
         if failure:
@@ -151,16 +146,7 @@ class Asking:
         rows = [{"task": task} | row | header for task in numbers for row in numbers[task]]
         empty = {column: "" for row in rows for column in row}
         save_csv([empty | row for row in rows], file.with_suffix(".csv"))
-        note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
-        self.draw(answers, note, file.with_suffix(".png"))
-
-
-class Table(list[dict[str, float | str]]):
-    """The rows of a task, with what a reader must know of the numbers, by name: it is printed above them."""
-
-    def __init__(self, rows: Sequence[dict[str, float | str]], header: dict[str, Any]):
-        super().__init__(rows)
-        self.header = header
+        self.draw(answers, note_of(header), file.with_suffix(".png"))
 
 
 def mean_of_tasks(numbers: Numbers) -> list[dict[str, float | str]]:

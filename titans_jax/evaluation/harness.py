@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from titans_jax.evaluation.asking import Table
 from titans_jax.evaluation.documents import find_file, open_text
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
+from titans_jax.evaluation.results import Table, file_of, header_of, note_of
 from titans_jax.inference import NotFiniteLogits
 from titans_jax.plots import figure, save_csv, save_json
 
@@ -124,14 +124,8 @@ def measure(run: Run, options: EvaluationOptions, names: list[str], called: str)
     rows: list[dict[str, Any]] = []
     every: dict[str, dict[str, float]] = {}
     left_out = []
-    header = {
-        "step": run.step,
-        "trained_on_rows_of": run.config.data.sequence_length,
-        "tokenizer": run.config.data.tokenizer,
-        "memory": options.memory,
-        "documents": "all" if options.samples is None else f"the first {options.samples:,}",
-    }
-    files = called if options.memory == "on" else f"{called}_{options.memory}"
+    documents = "all" if options.samples is None else f"the first {options.samples:,}"
+    header = header_of(run, options) | {"documents": documents}
     for name in names:
         try:
             file = find_file(options.data, TASKS[name].file)
@@ -152,7 +146,7 @@ def measure(run: Run, options: EvaluationOptions, names: list[str], called: str)
                 "tokens; they are read all the same")  # fmt: skip
         if model.empty:
             left_out.append(f"{name}: {model.empty:,} answers have no text; none of them counts as the likeliest")
-        _write(run.folder / files, header, rows, every, left_out)
+        _write(file_of(run, options, called), header, rows, every, left_out)
     for sentence in left_out if rows else left_out[1:]:
         say(sentence)
     if not rows:
@@ -293,8 +287,7 @@ def _write(
     """Write the rows as `file`.csv and .png, and these with all of the harness's metrics as .json."""
     save_json(header | {"left_out": left_out, "results": rows, "all": every}, file.with_suffix(".json"))
     save_csv(rows, file.with_suffix(".csv"))
-    note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
-    draw(rows, note, file.with_suffix(".png"))
+    draw(rows, note_of(header), file.with_suffix(".png"))
 
 
 def draw(rows: list[dict[str, Any]], note: str, file: Path) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -178,4 +177,6 @@ class TitansLM(TemplateLM):
 
 
 if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
     cli_evaluate()

@@ -28,10 +28,10 @@ from rich.progress import track
 
 from titans_jax import data
 from titans_jax.config import memory_rule
-from titans_jax.evaluation.asking import Table
 from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
 from titans_jax.evaluation.perplexity import count_bytes, perplexity_of
+from titans_jax.evaluation.results import Table, file_of, header_of, note_of
 from titans_jax.inference.generate import CAUSE
 from titans_jax.models import granularity, has_memory
 from titans_jax.plots import figure, save_csv, save_json
@@ -108,26 +108,21 @@ def positions(run: "Run", options: EvaluationOptions) -> Numbers:
     finite = np.isfinite(nats).all(axis=0)
     known = len(places) if finite.all() else int(np.argmin(finite))
     buckets = _buckets(places[:known], nats, rows, run.tokenizer)
-    header = {
-        "step": run.step,
+    header = header_of(run, options) | {
         "text": data.describe_source(run.config.data) if options.text is None else str(options.text),
-        "tokenizer": run.config.data.tokenizer,
-        "memory": options.memory,
         "chunk_size": memory_rule(run.config.model.memory).chunk_size if has_memory(run.config.model) else None,
-        "trained_on_rows_of": window,
         unit: len(rows),
         "documents_of_the_text": len(corpus.separators) - 1,
         "tokens_per_second": round(speed),
     }
-    name = "positions" if options.memory == "on" else f"positions_{options.memory}"
+    file = file_of(run, options, "positions")
     if buckets:
-        save_csv(buckets, run.folder / f"{name}.csv")
-        save_json(header | {"buckets": buckets}, run.folder / f"{name}.json")
-        note = ", ".join(f"{key.replace('_', ' ')}: {value}" for key, value in header.items())
-        plot_positions(buckets, window, run.folder / f"{name}.png", note)
+        save_csv(buckets, file.with_suffix(".csv"))
+        save_json(header | {"buckets": buckets}, file.with_suffix(".json"))
+        plot_positions(buckets, window, file.with_suffix(".png"), note_of(header))
     if known < len(places):
         first, last = places[known]
-        kept = f"; the buckets before are in {run.folder / name}.csv" if buckets else ""
+        kept = f"; the buckets before are in {file}.csv" if buckets else ""
         raise EvaluationError(f"the model's logits at positions {first:,} to {last:,} are not finite; {CAUSE}{kept}")
     words = {key: value for key, value in header.items() if isinstance(value, str)}
     numbers = {key: value for key, value in header.items() if isinstance(value, int) and key != "step"}

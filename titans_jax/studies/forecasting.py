@@ -25,7 +25,7 @@ from flax import nnx
 from titans_jax import plots, sharding
 from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.data.series import Split, Windows, load_series
-from titans_jax.data.sets import find_file
+from titans_jax.data.sets import file_or_place
 from titans_jax.models import check_model
 from titans_jax.models.heads import num_patches
 from titans_jax.models.loss import Batch
@@ -187,11 +187,6 @@ def make_error_step(graphdef: nnx.GraphDef) -> Callable[[Any, Batch], tuple[jax.
     return error_step
 
 
-def file_of(folder: str, name: str) -> str:
-    """The file of a table below a folder, packed or not; where it is missing, the one that should be there."""
-    return str(find_file(Path(folder), FILES[name]) or Path(folder) / FILES[name])
-
-
 @dataclass(frozen=True)
 class ForecastingOptions(StudyOptions):
     """Train small models to forecast tables of values over time."""
@@ -261,7 +256,7 @@ class ForecastingStudy(Study):
             for model in dict.fromkeys(options.models):
                 linear = model == DLINEAR
                 task = Forecast(
-                    batch_size=options.batch_size, data=name, path=file_of(options.folder, name),
+                    batch_size=options.batch_size, data=name, path=file_or_place(options.folder, FILES[name]),
                     look_back=look_back, horizon=horizon, patience=options.patience,
                     learning_rate=options.dlinear_learning_rate if linear else options.learning_rate,
                 )  # fmt: skip

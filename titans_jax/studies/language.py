@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titans_jax import plots
 from titans_jax.config import ConfigError, DataConfig, MemoryConfig, did_you_mean
-from titans_jax.data.sets import find_file
+from titans_jax.data.sets import file_or_place
 from titans_jax.studies import models
 from titans_jax.studies.models import ATTENTION
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
@@ -55,10 +55,9 @@ WIKITEXT, NOVELS = ("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.token
 def texts(folder: str, tokenizer: str, length: int) -> dict[str, DataConfig]:
     """The texts by name: where they are, packed or not, below a folder of data, and how they are cut into rows."""
     cut = {"tokenizer": tokenizer, "packing": "stream", "sequence_length": length}
-    at = Path(folder)
-    train, valid, novels = (str(find_file(at, file) or at / file) for file in (*WIKITEXT, NOVELS))
+    train, valid, novels = (file_or_place(folder, file) for file in (*WIKITEXT, NOVELS))
     return {
-        "books": DataConfig(source="jsonl", path=str(at / "books"), validation_path=novels, **cut),
+        "books": DataConfig(source="jsonl", path=str(Path(folder) / "books"), validation_path=novels, **cut),
         "wikitext": DataConfig(source="text", path=train, validation_path=valid, **cut),
         "python": DataConfig(**cut),
     }
