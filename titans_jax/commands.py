@@ -11,17 +11,17 @@ import logging
 import os
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tyro.conf import Positional
 
-from titans_jax.config import Config, ConfigError, MeshConfig, to_dict
+from titans_jax.config import Config, ConfigError, MeshConfig, ProcessesConfig, to_dict
 from titans_jax.config.command_line import parse
 from titans_jax.config.files import find_config, shipped_configs
 from titans_jax.config.help import describe_fields
-from titans_jax.config.validate import validate
+from titans_jax.config.validate import validate, validate_processes
 
 if TYPE_CHECKING:
     from titans_jax.training import Run
@@ -108,6 +108,8 @@ class EvaluateOptions:
     """The folder of the data sets of tasks that read any; `titans data list` says what is there."""
     json: bool = False
     """Print one JSON object instead of lines."""
+    processes: ProcessesConfig = field(default_factory=ProcessesConfig)
+    """The processes that share the work, each with the same command and a folder that all see."""
 
 
 def evaluate(arguments: list[str]) -> None:
@@ -118,15 +120,22 @@ def evaluate(arguments: list[str]) -> None:
         return list_evaluators(parse("titans evaluate --list", FolderOptions, arguments[1:]).data)
     options = parse("titans evaluate", EvaluateOptions, arguments)
     _check_options(options)
+    validate_processes(options.processes)
     _cache_compilations()
+    import jax
+
     from titans_jax import sharding
     from titans_jax.evaluation import EvaluationOptions, evaluators_of, measure
     from titans_jax.evaluation.scoring import ROWS
     from titans_jax.evaluation.show import print_numbers
     from titans_jax.models import has_memory, without_writes
+    from titans_jax.sharding import processes
 
+    processes.start(options.processes)
     sharding.use_cores(ROWS)
     run = _load_run(options.run)
+    said = {name: getattr(options, name) for name in ("tasks", "memory", "batches", "length", "samples")}
+    processes.check_same(said | {"the step of the run": run.step})
     evaluators = evaluators_of(options.tasks)
     if options.memory == "off":
         if not has_memory(run.config.model):
@@ -139,7 +148,8 @@ def evaluate(arguments: list[str]) -> None:
         options.batches, options.memory, options.length, options.text, options.samples, options.data
     )
     numbers = {"step": run.step} | measure(run, evaluators, asked)
-    print(json.dumps(numbers)) if options.json else print_numbers(numbers)
+    if jax.process_index() == 0:
+        print(json.dumps(numbers)) if options.json else print_numbers(numbers)
 
 
 @dataclass(frozen=True)

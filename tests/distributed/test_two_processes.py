@@ -1,10 +1,12 @@
 """Two processes train as one does: same losses, one place to stop, and no state that knows how many they were."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +27,8 @@ from tests.distributed.test_two_processes import SMALL
 from tests.training.tiny import tiny_config
 config = tiny_config(SMALL, evaluate_every=100, diagnostics_every=100, sample_tokens=0)
 """
-SAMPLE = ["--training.sample_tokens", "4", "--training.diagnostics_every", "6", "--training.evaluate_every", "6"]
+SAMPLE = ["--training.sample_tokens", "4", "--training.diagnostics_every", "6", "--training.evaluate_every", "6",
+          "--training.evaluate_tasks", "perplexity"]  # fmt: skip
 TWO_DEVICES = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"}
 
 
@@ -81,6 +84,42 @@ def test_two_processes_train_as_one(pair, single):
     assert len(list((run_dir / "tensorboard").iterdir())) == 1
     assert not list(run_dir.glob(".seen*")) and not (run_dir / "lock.json").exists()
     assert_every_file_has_a_checksum(run_dir / "checkpoints" / "12")
+
+
+def results(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """What evaluations.jsonl has of each task, in the order of the lines; but for how fast it was read."""
+    lines = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["results"].pop("tokens_per_second", None)
+    return {line["task"]: line["results"] for line in lines}
+
+
+def test_two_processes_evaluate_as_one(pair, single, tmp_path):
+    """The same numbers in training, by the command, and by the harness; one of them keeps what is found, and speaks."""
+    assert results(pair[0])["perplexity"] == pytest.approx(results(single)["perplexity"], rel=1e-6)
+    pytest.importorskip("lm_eval")
+    (tmp_path / "commonsense").mkdir()
+    choices = [{"goal": f"To read {number}", "sol1": "use eyes", "sol2": "eat", "label": 0} for number in range(9)]
+    (tmp_path / "commonsense/piqa.val.jsonl").write_text("".join(json.dumps(each) + "\n" for each in choices))
+    asked = ["perplexity", "positions", "piqa", "--length", "64", "--data", str(tmp_path)]
+    for folder in ("two", "one"):
+        shutil.copytree(pair[0], tmp_path / folder)
+        (tmp_path / folder / "evaluations.jsonl").unlink()
+    command = ["-m", "titans_jax.cli", "evaluate"]
+    with launch(*in_two(*command, str(tmp_path / "two"), *asked)) as processes:
+        (code, first, errors), (_, second, others) = finish(processes)
+    assert code == 0 and "bits per byte" in first, errors
+    assert "bits per byte" not in second and "titans:" not in others
+    with launch([*command, str(tmp_path / "one"), *asked], **TWO_DEVICES) as processes:
+        ((code, _, errors),) = finish(processes)
+    assert code == 0, errors
+    ours, theirs = results(tmp_path / "two"), results(tmp_path / "one")
+    assert list(ours) == list(theirs) == ["perplexity", "positions", "piqa"]
+    assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=1e-6)
+    for task, table in (("positions", "positions"), ("piqa", "results")):
+        for our, their in zip(ours[task][table], theirs[task][table], strict=True):
+            assert our == {key: x if isinstance(x, str) else pytest.approx(x, rel=1e-5) for key, x in their.items()}
+    assert {"positions.csv", "piqa.png"} <= {file.name for file in (tmp_path / "two").iterdir()}
 
 
 def test_two_processes_train_on_prepared_rows_as_one_does(titans, tmp_path):

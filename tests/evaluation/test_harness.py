@@ -77,12 +77,6 @@ def nats(run, context, continuation):
     return own[np.arange(len(after)), after].sum(dtype=np.float64), bool((own[:, :257].argmax(axis=1) == after).all())
 
 
-def test_several_processes_are_refused(run, model, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(EvaluationError, match="there are 2 processes; evaluate in one alone"):
-        type(model)(run)
-
-
 def test_likelihoods_are_the_model_s_own(run, model):
     """To 1e-5: with a context, without one, and with a blank at its end, which counts to the continuation."""
     pairs = [("It reads", " and learns"), ("", "It"), ("It reads ", "and learns"), ("x" * 90, " y")]

@@ -45,12 +45,6 @@ def test_a_task_that_fails_loses_nothing_of_those_before(run):
     assert [line["task"] for line in lines(run)] == ["one"]
 
 
-def test_several_processes_are_refused_before_anything_is_measured(run, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(EvaluationError, match="there are 2 processes; evaluate in one alone, which has not called"):
-        measure(run, {"one": lambda *_: pytest.fail("measured")}, EvaluationOptions())
-
-
 def test_a_name_of_no_task_is_refused():
     with pytest.raises(ConfigError, match="nothing"):
         evaluators_of(["nothing"])

@@ -41,7 +41,7 @@ def validate(config: Config) -> None:
     _validate_ranges(config)
     _validate_model(config.model)
     _validate_batch(config)
-    _validate_processes(config.processes)
+    validate_processes(config.processes)
     _validate_profile(config)
 
 
@@ -188,7 +188,12 @@ def _validate_batch(config: Config) -> None:
         raise ConfigError(f"training.z_loss is {z_loss}; use 0, as model.head {head} predicts no tokens")
 
 
-def _validate_processes(processes: ProcessesConfig) -> None:
+def validate_processes(processes: ProcessesConfig) -> None:
+    """Refuse processes of which too little is said, or what cannot be.
+
+    Raises:
+      ConfigError: names the field.
+    """
     values = leaves(processes, "processes.")
     missing = [name for name, value in values.items() if value is None]
     if len(missing) == len(values):

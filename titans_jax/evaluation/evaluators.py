@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,31 +63,25 @@ EVALUATORS: Registry[Evaluator] = Registry("evaluator")
 register_evaluator: Callable[..., Callable[[Evaluator], Evaluator]] = EVALUATORS.register
 
 
-def check_one_process() -> None:
-    """Refuse an evaluation that several processes would each make alone.
-
-    Raises:
-      EvaluationError: jax.distributed has joined this process with others.
-    """
-    if (count := jax.process_count()) > 1:
-        raise EvaluationError(
-            f"there are {count} processes; evaluate in one alone, which has not called jax.distributed.initialize: its "
-            "own devices share the rows"
-        )
-
-
 @contextlib.contextmanager
 def on_all_devices(run: Run) -> Iterator[Run]:
-    """The run with its parameters on every device of this process, and, inside the `with` block, rows of batches shared
-    out over them; the run as it is where there is one device.
-
-    Raises:
-      EvaluationError: there are several processes.
-    """
-    check_one_process()
+    """The run with its parameters on every device, of all processes, and, inside the `with` block, rows of batches
+    shared out over them; the run as it is where there is one device."""
     if jax.device_count() == 1:
         yield run
         return
     mesh = sharding.make_mesh()
     with sharding.use_mesh(mesh):
         yield dataclasses.replace(run, params=jax.device_put(run.params, NamedSharding(mesh, PartitionSpec())))
+
+
+@contextlib.contextmanager
+def kept_once(run: Run) -> Iterator[Run]:
+    """The run for an evaluator that all processes call alike, each for the rows of its own devices: all have the
+    results, and the first alone writes and speaks. The others' folder is thrown away behind the `with` block, with what
+    they print on standard error."""
+    if jax.process_index() == 0:
+        yield run
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        yield dataclasses.replace(run, folder=Path(folder))

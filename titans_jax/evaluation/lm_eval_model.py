@@ -8,7 +8,8 @@ tasks, its data sets from the network, and this model in the registry:
 
     python -m titans_jax.evaluation.lm_eval_model --model titans_jax --model_args run=runs/quickstart --tasks piqa
 
-Needs the extra `eval` (lm-eval 0.4.10 or newer, which brings no torch). One process; its devices share the rows.
+Needs the extra `eval` (lm-eval 0.4.10 or newer, which brings no torch). All devices share the rows. Each of
+several processes asks the same and has all answers, so that the harness sees one.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from rich.console import Console
 from rich.progress import track
 
-from titans_jax.evaluation.evaluators import check_one_process
+from titans_jax.config import ProcessesConfig
+from titans_jax.evaluation.evaluators import on_all_devices
 from titans_jax.evaluation.scoring import Request, Scorer
 from titans_jax.inference import Generator, NotFiniteLogits, Sampling
 from titans_jax.inference.generate import CAUSE
+from titans_jax.sharding import processes
 from titans_jax.training import Run, load_run
 
 SIDE_BY_SIDE = 16
@@ -44,18 +47,14 @@ class TitansLM(TemplateLM):
       max_gen_toks: tokens of a continuation, where a task does not say.
 
     Other arguments of the harness (batch_size, device, ..) mean nothing here.
-
-    Raises:
-      EvaluationError: there are several processes, as the harness would have each of them answer every request.
     """
 
     def __init__(self, run: Run | str, window: int | None = None, max_gen_toks: int = 256, **_: Any) -> None:
         super().__init__()
-        check_one_process()
         self.run = run if isinstance(run, Run) else load_run(run)
         self.window = None if window is None else int(window)
         self._max_tokens = int(max_gen_toks)
-        self._scorer, self._generators = Scorer(self.run), {}
+        self._scorer, self._generators = None, {}
         self._console = Console(stderr=True)
         self.empty, self.long = 0, 0
         """How many continuations had no tokens, and how many texts were longer than a row of training."""
@@ -137,14 +136,16 @@ class TitansLM(TemplateLM):
             for numbers in [sorted(numbers, key=lambda number: len(requests[number].args[0]))]
             for start in range(0, len(numbers), SIDE_BY_SIDE)
         ]
-        for (until, count, warm), numbers in self._track(groups, len(groups), disable_tqdm):
-            generator = self._generators.setdefault(
-                warm, Generator(self.run.graphdef, self.run.tokenizer, Sampling(temperature=warm))
-            )
-            contexts = [requests[number].args[0] for number in numbers]
-            for number, text in zip(numbers, generator.complete(self.run.params, contexts, count, until), strict=True):
-                found[number] = text
-                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        with on_all_devices(self.run) as self.run:
+            for (until, count, warm), numbers in self._track(groups, len(groups), disable_tqdm):
+                generator = self._generators.setdefault(
+                    warm, Generator(self.run.graphdef, self.run.tokenizer, Sampling(temperature=warm))
+                )
+                contexts = [requests[number].args[0] for number in numbers]
+                texts = generator.complete(self.run.params, contexts, count, until)
+                for number, text in zip(numbers, texts, strict=True):
+                    found[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
     def _request(self, before: Sequence[int], after: Sequence[int]) -> Request:
@@ -162,12 +163,13 @@ class TitansLM(TemplateLM):
 
     def _score(self, pairs: list[Request], quiet: bool) -> list[tuple[float, bool]]:
         found: dict[int, tuple[float, bool]] = {}
-        for number, score in self._track(self._scorer.score(pairs), len(pairs), quiet):
-            if not score.finite:
-                raise NotFiniteLogits(
-                    f"the model's logits are not finite in a text of {sum(map(len, pairs[number])):,} tokens; {CAUSE}"
-                )
-            found[number] = score.log_likelihood, score.greedy
+        with on_all_devices(self.run) as self.run:
+            self._scorer = self._scorer or Scorer(self.run)
+            for number, score in self._track(self._scorer.score(pairs), len(pairs), quiet):
+                if not score.finite:
+                    tokens = sum(map(len, pairs[number]))
+                    raise NotFiniteLogits(f"the model's logits are not finite in a text of {tokens:,} tokens; {CAUSE}")
+                found[number] = score.log_likelihood, score.greedy
         row = self.run.config.data.sequence_length
         self.long += sum(sum(map(len, pair)) - 1 > row for pair in pairs)
         return [found[number] for number in range(len(pairs))]
@@ -179,4 +181,5 @@ class TitansLM(TemplateLM):
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
+    processes.start(ProcessesConfig())
     cli_evaluate()

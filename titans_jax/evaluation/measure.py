@@ -23,6 +23,7 @@ from titans_jax.evaluation.evaluators import (
     EvaluationOptions,
     Evaluator,
     Numbers,
+    kept_once,
     on_all_devices,
 )
 
@@ -57,7 +58,8 @@ def sets_of(task: str) -> tuple[str, ...]:
 def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOptions) -> Numbers:
     """The results of all evaluators, with the task in front of their names where there are several.
 
-    Each is appended to `evaluations.jsonl` before the next begins. Runs on all devices of this process.
+    Each is appended to `evaluations.jsonl` before the next begins. Runs on all devices, of all processes, each of which
+    calls it.
 
     Raises:
       EvaluationError: a task cannot be measured; says where the results of those before it are.
@@ -79,8 +81,9 @@ def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOp
 def measure_one(run: Run, task: str, evaluator: Evaluator, options: EvaluationOptions) -> Numbers:
     """The results of one evaluator, appended to `evaluations.jsonl`; runs where the run's parameters are."""
     start = time.perf_counter()
-    found = evaluator(run, options)
-    remember(run, task, options, found, time.perf_counter() - start)
+    with kept_once(run) as kept:
+        found = evaluator(kept, options)
+        remember(kept, task, options, found, time.perf_counter() - start)
     return found
 
 

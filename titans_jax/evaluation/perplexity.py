@@ -75,7 +75,10 @@ def evaluate(
             return None
         batch_nats, batch_tokens, _ = evaluation_step(params, batch)
         nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
-        num_bytes += count_bytes(multihost_utils.process_allgather(batch["targets"], tiled=True), tokenizer)
+        targets = batch["targets"]
+        if isinstance(targets, jax.Array):  # spread over processes, each of which reads a part
+            targets = multihost_utils.process_allgather(targets, tiled=True)
+        num_bytes += count_bytes(targets, tokenizer)
     if tokens == 0 or num_bytes == 0:
         raise EvaluationError(
             "the validation data holds no text to predict; use a smaller data.validation_every, or more data"

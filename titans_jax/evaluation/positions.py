@@ -26,7 +26,7 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
-from titans_jax import data
+from titans_jax import data, sharding
 from titans_jax.config import memory_rule
 from titans_jax.evaluation.documents import read_documents
 from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions, Numbers, register_evaluator
@@ -196,7 +196,7 @@ class LongReader:
         def read(params: Any, state: Any, piece: jax.Array, there: jax.Array) -> tuple[jax.Array, Any]:
             logits, state = nnx.merge(graphdef, params).extend(piece[:, :-1], state, closed=closed)
             nats = optax.softmax_cross_entropy_with_integer_labels(logits, piece[:, 1:])
-            return jnp.sum(nats, axis=0, where=there[:, None]), state
+            return sharding.replicate(jnp.sum(nats, axis=0, where=there[:, None])), state
 
         self._empty, self._read = jax.jit(empty, static_argnums=(1, 2)), jax.jit(read)
 

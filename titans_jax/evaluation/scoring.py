@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from titans_jax import sharding
 from titans_jax.inference.generate import CACHE_MULTIPLE
 from titans_jax.inference.rows import RowStates
 from titans_jax.models import granularity
@@ -164,4 +165,5 @@ class Scorer:
         logits, state = nnx.merge(self._graphdef, params).extend(tokens, state, closed=True)
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
         likeliest = jnp.argmax(logits[..., : self._vocab_size], axis=-1)
-        return nats, likeliest == targets, jnp.all(jnp.isfinite(logits), axis=-1), self._states.spread(params, state)
+        found = sharding.replicate((nats, likeliest == targets, jnp.all(jnp.isfinite(logits), axis=-1)))
+        return *found, self._states.spread(params, state)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from titans_jax import sharding
 from titans_jax.data.packing import encode_after
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
@@ -185,7 +186,8 @@ class Generator:
             drawn = sample(logits, drawing, self._sampling, self._tokenizer.vocab_size, seen[None])[0]
             return jnp.where(jnp.all(jnp.isfinite(logits)), drawn, NOT_FINITE), state
 
-        return jax.vmap(one_row)(tokens, state, number, seen)
+        following, state = jax.vmap(one_row)(tokens, state, number, seen)
+        return sharding.replicate(following), state
 
 
 def cut_before(text: str, until: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ class RowStates:
 
         def place(leaf: jax.Array, axis: int | None) -> jax.Array:
             if axis is None:
-                return sharding.constrain(leaf, *[None] * leaf.ndim)
+                return sharding.replicate(leaf)
             rows = sharding.batch_axes(leaf.shape[axis])
             return sharding.constrain(leaf, *[rows if number == axis else FREE for number in range(leaf.ndim)])
 

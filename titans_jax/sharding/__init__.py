@@ -200,3 +200,8 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(_spread_by_compiler, axes)))
+
+
+def replicate(tree: Any) -> Any:
+    """Arrays held whole on every device, so that each of several processes can read them."""
+    return jax.tree.map(lambda x: constrain(x, *[None] * x.ndim), tree)

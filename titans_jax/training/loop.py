@@ -128,12 +128,7 @@ def check_run(config: Config) -> data.Tokenizer:
     tokenizer = data.load_tokenizer(config.data.tokenizer)
     check_vocabulary(config, tokenizer)
     check_train_only(config)
-    tasks = evaluators_of(config.training.evaluate_tasks, "training.evaluate_tasks")
-    if tasks and jax.process_count() > 1:
-        raise ConfigError(
-            f"training.evaluate_tasks is {config.training.evaluate_tasks!r}, but there are {jax.process_count()} "
-            "processes; leave it out, and use titans evaluate on one"
-        )
+    evaluators_of(config.training.evaluate_tasks, "training.evaluate_tasks")
     if config.training.logger == "wandb":
         import_wandb()
     return tokenizer

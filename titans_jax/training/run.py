@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
-from titans_jax import data
+from titans_jax import data, sharding
 from titans_jax.config import Config, ConfigError, ModelConfig, did_you_mean, import_extensions
 from titans_jax.inference.reading import named_leaves
 from titans_jax.layers.feed_forward import HIDDEN_MULTIPLE
@@ -82,6 +83,8 @@ def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
         import_extensions(config.extensions)
         graphdef, params = abstract_model(config.model)
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        if jax.process_count() > 1:  # each has a part of the devices, and all of the model
+            place = NamedSharding(sharding.make_mesh(), PartitionSpec())
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)
         weights = "params" if config.optimizer.ema is None else "ema"
         state, saved = checkpoints.restore({weights: params})
