@@ -44,6 +44,7 @@ configs = {
     "mal_760m": titans("mal", "760m"),  # 758,751,360 parameters, 11.3 GiB
     "mal_1b": titans("mal", "1b"),  # 1,301,847,024 parameters, 19.4 GiB
     # Transformer++, the baseline
+    "transformer_120m": titans("attention", "120m"),  # 120,146,688 parameters, 1.8 GiB
     "transformer_170m": titans("attention", "170m"),  # 169,495,296 parameters, 2.5 GiB
     "transformer_340m": titans("attention", "340m"),  # 341,099,520 parameters, 5.1 GiB
     "transformer_400m": titans("attention", "400m"),  # 397,722,624 parameters, 5.9 GiB

@@ -107,6 +107,17 @@ def test_what_is_forgotten_can_be_said():
         sides(preset="mamba3", forget="never")
 
 
+@pytest.mark.parametrize("one_matrix", [{"architecture": "linear"}, {"depth": 1}])
+def test_a_matrix_with_momentum_that_forgets_by_both_sides_is_refused(one_matrix):
+    both = MemoryConfig(channel_retention="both", **one_matrix)
+    with pytest.raises(
+        ConfigError, match=r"^model\.memory\.channel_retention is both, .* or model\.memory\.momentum False$"
+    ):
+        gate_choices(both)
+    for works in ({"channel_retention": "key"}, {"momentum": False}):
+        gate_choices(dataclasses.replace(both, **works))
+
+
 @pytest.mark.parametrize("field, name, near", [("bias", "hubert", "huber"), ("retention", "decai", "decay")])
 def test_a_name_that_nothing_is_registered_under_is_refused_with_the_nearest(field, name, near):
     with pytest.raises(ConfigError, match=rf"^model\.memory\.{field} is '{name}'; use .*; did you mean {near}\?$"):
@@ -144,6 +155,11 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
         {"preset": "memora", "retention": "lagged_kullback_leibler"},
         {"preset": "moneta", "retention": "f_divergence", "momentum": True},
         {"preset": "moneta", "q": 3.0, "forget": "never"},
+        {"preset": "moneta", "q": 3.0},
+        {"preset": "yaad", "forget": "never", "channel_steps": "both"},
+        {"preset": "memora", "retention": "chi_squared"},
+        {"preset": "memora", "retention": "jensen_shannon"},
+        {"preset": "memora", "retention": "alpha_divergence(alpha=0.3)"},
         {"preset": "titans", "channel_retention": "key"},
         {"preset": "titans", "architecture": "linear", "start": "zero"},
         {"preset": "yaad", "shared_gates": True},

@@ -23,6 +23,7 @@ from titans_jax.evaluation import evaluate_run
 from titans_jax.models import without_writes
 from titans_jax.training import load_run, train
 from titans_jax.training.checkpoint import CheckpointError
+from titans_jax.training.diagnostics import MEANS
 from titans_jax.training.lock import RunInUse, RunLock
 from titans_jax.training.loop import Trainer
 from titans_jax.training.metrics import read_metrics
@@ -233,6 +234,7 @@ def test_a_model_with_memory_reports_on_it(tmp_path):
     gains = [line["memory_gain"] for line in lines if line["kind"] == "validation"]
     assert len(gains) == 2 and all(np.isfinite(gains)) and any(gains)
     assert f"memory gain: {gains[0]:.4f} bits per byte" in said and "explained share of the memories: " in said
+    assert all(f"{words} " in said.split("means of the memories: ")[1] for words in MEANS.values())
     assert f"gain {gains[0]:.4f}" in next(line for line in said.splitlines() if line[9:].startswith("step 4/"))
     unwritten = dataclasses.replace(load := load_run(tmp_path / "run"), graphdef=without_writes(load.graphdef))
     losses = [evaluate_run(some, batches=2).bits_per_byte for some in (load, unwritten)]

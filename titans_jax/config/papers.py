@@ -28,22 +28,21 @@ class Size:
     """Parts of the 128 rows of a step: 1 or 2 rows at a time on each chip of the topology."""
     topology: str
     """The TPU slice that the batch is cut for."""
-
-    @property
-    def shares_embeddings(self) -> bool:
-        """Whether embedding and head are one matrix: from 340m on, or nothing would be left for MAC's feed-forward."""
-        return self.parameters > 200e6
+    shares_embeddings: bool = True
+    """Whether embedding and head are one matrix: not in 170m; elsewhere nothing would be left for MAC's feed-forward."""
 
 
 SIZES = {
-    "170m": Size(170e6, 12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4"),
+    # Miras names 120M without a row: that of its neighbour, whose separate head alone has 25 million parameters.
+    "120m": Size(120e6, 12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4"),
+    "170m": Size(170e6, 12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4", shares_embeddings=False),
     "340m": Size(340e6, 24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
     # The paper has results for 400M but no row: that of its neighbour, with a wider feed-forward.
     "400m": Size(400e6, 24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
     "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9, 8, "v5e:4x4"),
     "1b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9, 4, "v5e:4x8"),
 }
-"""The last is the paper's 1.3B. Miras has the rows 170m, 340m and 760m (there 780M) and names 1.3B without a row."""
+"""The last is the paper's 1.3B. Miras has the rows 170m, 340m and 760m (there 780M) and names 120M and 1.3B without."""
 
 MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 9, "mag": 9, "mal": 9, "hope": 4, "hope_attention": 5}
 """Matrices of dim x dim in a block, beside those of its feed-forward."""
@@ -121,7 +120,7 @@ def experiment(
     1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given
     by --data.tokenizer. Not in the papers: the width of SwiGLU, here what gives all models of a size as many
     parameters (`hidden_dim`; start: the memory's learned start over head_dim^2, rows: persistent tokens, or what
-    channel-wise gates come to); shared embeddings, which the sizes from 340m need; the final learning rate (a tenth of
+    channel-wise gates come to); shared embeddings, which all sizes but 170m need; the final learning rate (a tenth of
     the peak), how often to evaluate and save. Parameters are sharded over all devices.
     """
     row = SIZES[size]

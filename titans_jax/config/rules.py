@@ -81,12 +81,18 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     if config.channel_steps is not None:
         changed["channel_steps"] = False if config.channel_steps == "none" else config.channel_steps
     try:
-        return dataclasses.replace(gates, **changed)
+        made = dataclasses.replace(gates, **changed)
     except ValueError as error:  # HGRN2's keys are made of what is kept, Mamba2's step is that of its retention
         raise ConfigError(
             f"model.memory.forget is {config.forget} and channel_retention {config.channel_retention}; the gates of "
             f"{config.preset} cannot be changed so ({str(error).rstrip('.')}): use auto and None"
         ) from error
+    if made.key and made.value and rule.algorithm.has_momentum and len(rule.shapes(2)) == 1:
+        raise ConfigError(
+            f"model.memory.channel_retention is {config.channel_retention}, and a memory of one matrix with momentum "
+            "forgets by the channels of one side at most; use key, value or none, or model.memory.momentum False"
+        )
+    return made
 
 
 def _one_step(gates: "GateChoices", rule: "MemoryRule") -> str:

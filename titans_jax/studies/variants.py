@@ -28,14 +28,14 @@ LENGTHS_SHOWN = 5
 
 YAAD: dict[str, dict[str, Any]] = {
     "full": {},
-    "without retention": {"forget": "never"},
+    "without retention": {"forget": "never", "channel_steps": "both"},
     "constant threshold": {"bias": "huber(delta=1.0, constant=True)"},
     "without L2": {"bias": "value_less"},
     "without L1": {"bias": "l2"},
     "linear memory": {"architecture": "linear"},
 }
-"""Yaad, and what is left without each part: its forgetting, the threshold that depends on the token, the quadratic and
-the linear branch of its bias, and its depth."""
+"""Yaad, and what is left without each part: its forgetting (its step sizes by channel stay), the threshold that
+depends on the token, the quadratic and the linear branch of its bias, and its depth."""
 
 
 @dataclass(frozen=True)

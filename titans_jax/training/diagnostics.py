@@ -92,8 +92,21 @@ def warnings(diagnostics: Diagnostics, model: ModelConfig, before: Diagnostics |
     return found
 
 
+MEANS = {
+    "retention": "kept per token",
+    "momentum": "momentum",
+    "step_size": "step size",
+    "update_norm": "norm of the updates",
+    "weight_norm": "norm of the weights",
+}
+"""The diagnostics whose means over the layers are told, in words."""
+
+
 def ignored(explained_share: np.ndarray | None, gain: float) -> list[str]:
-    """A sentence if some memory knows its values (`EXPLAINS`) and the model is no better for it (`IGNORED_GAIN`)."""
+    """A sentence if writing makes the model worse, or if some memory knows its values (`EXPLAINS`) and the model is no
+    better for it (`IGNORED_GAIN`)."""
+    if gain <= -IGNORED_GAIN:
+        return [f"the memories do harm: the validation loss is {-gain:.5f} bits per byte lower without their writes"]
     knows = [] if explained_share is None else np.flatnonzero(explained_share > EXPLAINS)
     if len(knows) == 0 or not abs(gain) < IGNORED_GAIN:
         return []

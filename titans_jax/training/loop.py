@@ -26,7 +26,7 @@ from titans_jax.plots import save_json
 from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, NotFinite, Saved, abstract_like
 from titans_jax.training.device_memory import check_state_fits, out_of_memory
-from titans_jax.training.diagnostics import ignored, plot_memory, warnings
+from titans_jax.training.diagnostics import MEANS, ignored, plot_memory, warnings
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.lock import RunLock
@@ -339,6 +339,9 @@ class Trainer:
                 self.report.remember("explained", f"{np.mean(diagnostics['explained_share']):.3g}")
                 shares = " ".join(f"{share:.3g}" for share in diagnostics["explained_share"])
                 self.report.say(f"step {self.step}  explained share of the memories: {shares}")
+            means = {words: np.mean(diagnostics[name]) for name, words in MEANS.items() if name in diagnostics}
+            said = ", ".join(f"{words} {mean:.3g}" for words, mean in means.items())
+            self.report.say(f"step {self.step}  means of the memories: {said}")
             for warning in warnings(diagnostics, self.config.model, self.diagnostics):
                 self.report.say(f"warning at step {self.step}: {warning}")
             self.diagnostics = diagnostics

@@ -13,7 +13,7 @@ from flax import nnx
 from titans_jax import memory
 from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.layers import NeuralMemory
-from titans_jax.memory.rule import architectures
+from titans_jax.memory.rule import architectures, retentions
 
 TIME, HEAD_DIM, CHUNK = 11, 6, 4
 presets = memory.presets
@@ -68,8 +68,25 @@ def test_start_variance_is_that_of_fresh_memories(depth, expansion):
         return jnp.var(outputs)
 
     found = np.asarray(jax.vmap(variance)(jax.random.split(jax.random.key(0), draws)))
-    expected = rule.architecture.start_variance(dim)
+    expected = rule.start_variance(dim)
     assert abs(found.mean() - expected) < 4 * found.std() / draws**0.5
+
+
+def test_start_variance_knows_that_q_3_keeps_a_norm_of_1():
+    """Moneta's W = A / ||A||_3: what fresh memories give is near what the rule expects, within what the norms vary."""
+    whole, plain, dim = architectures.residual_mlp(2, 4), architectures.mlp(2, 4), 32
+    rule = dataclasses.replace(RULE, architecture=whole, retention=retentions.norm_power(3.0))
+
+    def variance(key):
+        key, start = jax.random.split(key)
+        params = memory.init_params(rule, start, dim)
+        weights = rule.retention.weights(params["weights"], params)
+        x = jax.random.normal(key, (dim,))
+        return jnp.var(plain.read(lambda i, y: y @ weights[i], params, x / jnp.linalg.norm(x)))
+
+    found = np.mean(jax.vmap(variance)(jax.random.split(jax.random.key(0), 500)))
+    assert found == pytest.approx(rule.start_variance(dim), rel=0.05)
+    assert rule.start_variance(dim) < 0.05 * dataclasses.replace(rule, retention=RULE.retention).start_variance(dim)
 
 
 def test_one_key_for_ever_makes_no_memory_unstable():

@@ -57,7 +57,7 @@ def test_start_variance_is_that_of_fresh_memories_and_unit_keys():
         return jnp.var(outputs)
 
     found = np.asarray(jax.jit(jax.vmap(variance))(jax.random.split(jax.random.key(0), draws)))
-    expected = rule.architecture.start_variance(dim)
+    expected = rule.start_variance(dim)
     assert abs(found.mean() - expected) < 4 * found.std() / draws**0.5
     assert found.std() < 2 * expected  # so that the line above tells
 

@@ -70,7 +70,7 @@ def inner_gradients(rule: MemoryRule, params: Params, anchor: Matrices, tokens: 
 def slope_share(rule: MemoryRule, output: Float[Array, "*tokens head_dim"]) -> Float[Array, "*tokens 1"]:
     """What `bound_slope` leaves of the step of tokens whose keys' last matrix gives `output`, in [0, 1]: behind a norm,
     gradients grow as 1 / deviation and their own slopes as 1 / variance, without bound."""
-    return jnp.minimum(centred(output)[1] / rule.architecture.start_variance(output.shape[-1]), 1.0)
+    return jnp.minimum(centred(output)[1] / rule.start_variance(output.shape[-1]), 1.0)
 
 
 def inner_loss(rule: MemoryRule, linear, params: Params, tokens: Tokens, at_read: jax.Array) -> jax.Array:

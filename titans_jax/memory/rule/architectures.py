@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -71,15 +71,15 @@ class Architecture(abc.ABC):
         """Start values of the slow parameters other than the fast weights' start."""
         return {}
 
-    def start_variance(self, head_dim: int) -> float:
+    def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
         """Variance over channels of what a normalized memory's norm is given, for a unit key and start weights of
-        standard deviation 1/sqrt(in) (`init_params`); 0 where it is not known."""
+        standard deviation size/sqrt(in), a size for each matrix (`init_params`); 0 where it is not known."""
         return 0.0
 
     @property
     def slope_known(self) -> bool:
         """Whether there is a norm and its `start_variance`, which `MemoryRule.bound_slope` needs."""
-        return self.normalized and self.start_variance(2) > 0
+        return self.normalized and self.start_variance(2, [1.0] * len(self.shapes(2))) > 0
 
 
 @register_architecture()
@@ -148,13 +148,14 @@ class ResidualMlp(BehindNorm, Mlp):
     """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (memory/README.md, The
     rule; Readings)."""
 
-    def start_variance(self, head_dim: int) -> float:
+    def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
         """What a matrix gives is normal, with the mean square of what it is given as its variance."""
+        *hidden, last = sizes
         variance = self.input_square(head_dim)
         gelu = lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
-        for _ in range(self.depth - 1):
-            variance = normal_square(gelu, variance)
-        return variance * (1 - 1 / head_dim)
+        for size in hidden:
+            variance = normal_square(gelu, size**2 * variance)
+        return last**2 * variance * (1 - 1 / head_dim)
 
     def input_square(self, head_dim: int) -> float:
         """The mean square of what the first matrix is given, for a unit key."""
@@ -237,10 +238,11 @@ class ResidualGatedMlp(BehindNorm, GatedMlp):
     """M(x) = x + LN((silu(x W_0) * (x W_1)) W_2): the gated memory of Atlas++ (arXiv 2505.23735), with the norm of the
     other memories here."""
 
-    def start_variance(self, head_dim: int) -> float:
+    def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
         """That of the two matrices in front, independent of each other, and of the one behind."""
         silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
-        return normal_square(silu, 1 / head_dim) / head_dim * (1 - 1 / head_dim)
+        first, second, last = (size**2 for size in sizes)
+        return last * normal_square(silu, first / head_dim) * second / head_dim * (1 - 1 / head_dim)
 
 
 def normal_square(function: Callable[[np.ndarray], np.ndarray], variance: float) -> float:

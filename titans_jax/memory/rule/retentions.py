@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from titans_jax.memory.rule.architectures import Params, Shapes
 from titans_jax.memory.rule.capabilities import drop_inherited
+from titans_jax.ops.bisection import bisect
 from titans_jax.ops.matmul import matmul
 from titans_jax.registry import Registry
 
@@ -69,6 +70,10 @@ class Retention:
     def start(self, weights: jax.Array) -> jax.Array:
         """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
         return weights
+
+    def start_size(self, shape: tuple[int, int]) -> float:
+        """How large the weights that a memory starts from are, over those drawn, where they keep their distribution."""
+        return 1.0
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         """What is read, of matrices at a chunk's start."""
@@ -199,6 +204,13 @@ class NormPower(Retention):
         if self.q == 3:
             return weights
         return weights * norm(weights, self.q) ** ((self.q - 2) / (3 - self.q))
+
+    def start_size(self, shape: tuple[int, int]) -> float:
+        """1, and for q = 3 one over the norm of what is drawn: in x out normal numbers of variance 1/in; the mean
+        magnitude of the cube of a standard one is 2 sqrt(2 / pi)."""
+        inputs, outputs = shape
+        cubes = 2 * math.sqrt(2 / math.pi) * inputs * outputs
+        return math.sqrt(inputs) / cubes ** (1 / 3) if self.q == 3 else 1.0
 
     def slope(self, carried: Matrices, params: Params) -> Slopes:
         return tuple((norm(a, self.q) + EPSILON) ** (2 - self.q) for a in carried)
@@ -418,19 +430,6 @@ def over_all(reduce: Callable, matrix: jax.Array) -> jax.Array:
     """jnp.sum or jnp.max of all entries as a row [1, out] that it fills: a TPU kernel has no [1, 1], nor gradients of
     it."""
     return reduce(jnp.broadcast_to(reduce(matrix, axis=1, keepdims=True), matrix.shape), axis=0, keepdims=True)
-
-
-def bisect(function: Callable, low: jax.Array, high: jax.Array, steps: int = 60) -> jax.Array:
-    """The root of a decreasing function between low and high."""
-
-    def halve(_: int, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bracket
-        middle = 0.5 * (low + high)
-        above = function(middle) > 0
-        return jnp.where(above, middle, low), jnp.where(above, high, middle)
-
-    low, high = jax.lax.fori_loop(0, steps, halve, (low, high))
-    return 0.5 * (low + high)
 
 
 def check_size(size: float | None) -> None:

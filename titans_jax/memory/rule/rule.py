@@ -109,3 +109,8 @@ class MemoryRule:
     def shapes(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """[in, out] of every fast matrix."""
         return self.algorithm.shapes(self.architecture, head_dim)
+
+    def start_variance(self, head_dim: int) -> float:
+        """`Architecture.start_variance` with the weights that the retention gate makes of those drawn."""
+        sizes = [self.retention.start_size(shape) for shape in self.shapes(head_dim)]
+        return self.architecture.start_variance(head_dim, sizes)
