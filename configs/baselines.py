@@ -3,16 +3,19 @@
     titans train gated_deltanet_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
     size  blocks  width  heads      tokens    steps  TPU slice  rows at a time on a chip
+    120m      12    768  16 of 48      15B   28,610  v5e-8      2
     170m      12    768  16 of 48      15B   28,610  v5e-8      2
     340m      24   1024  16 of 64      15B   28,610  v5e-8      2
+    400m      24   1024  16 of 64      15B   28,610  v5e-8      2
     760m      24   1536  16 of 96      30B   57,220  v5e-16     1
     1b        18   2048  8 of 256     100B  190,735  v5e-32     1
 
 Backbone, data and training are those of the papers' own models (configs/titans.py, configs/miras.py), so that only the
 memory differs; every model of a size has as many parameters. TTT forgets towards its learned start, as all memories
 with one do here by default: `--model.memory.forget preset` is the published rule, which keeps everything. Mamba (the
-first) and Samba, which is made of it, are not here: its state decays by a number of every channel and place of the
-state, which is no retention gate of a matrix.
+first) is not here: its state decays by a number of every channel and each of the channel's 16 places, which is no
+retention gate of a matrix. Samba, which is made of it, has Mamba-2 in its place. Every model is here in every size,
+also where the papers have no result of it: theirs for HGRN2 is at 400M alone, those for Samba are at 400M and above.
 """
 
 from titans_jax.config.papers import baseline

@@ -3,6 +3,7 @@
     titans train yaad_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
     size  blocks  width  heads      tokens    steps  TPU slice  rows at a time on a chip
+    120m      12    768  16 of 48      15B   28,610  v5e-8      2
     170m      12    768  16 of 48      15B   28,610  v5e-8      2
     340m      24   1024  16 of 64      15B   28,610  v5e-8      2
     760m      24   1536  16 of 96      30B   57,220  v5e-16     1
@@ -12,7 +13,9 @@ Sized by arithmetic for chips of 16 GB: the GiB behind each are its parameters, 
 a parameter, sharded over the chips of the slice, each of which takes so many rows of 4,096 tokens at a time. A step is
 half a million tokens.
 Miras names 1.3B, here 1b, without giving its shape, and calls 760m 780M: the shapes are those of Titans, with as many
-parameters.
+parameters. It also names 120M in its text, where its table of shapes has 170M, and says nothing else of it: 120m is
+170m with the same shape, tokens and learning rate, but embedding and head are one matrix, and its feed-forward, 1,984
+wide inside SwiGLU where there is no attention, is near 8/3 of the width.
 """
 
 from titans_jax.config.papers import miras

@@ -3,6 +3,7 @@
     titans train mac_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
     size  blocks  width  heads      tokens    steps  TPU slice  rows at a time on a chip
+    120m      12    768  16 of 48      15B   28,610  v5e-8      2
     170m      12    768  16 of 48      15B   28,610  v5e-8      2
     340m      24   1024  16 of 64      15B   28,610  v5e-8      2
     400m      24   1024  16 of 64      15B   28,610  v5e-8      2
@@ -14,6 +15,7 @@ a parameter, sharded over the chips of the slice, each of which takes so many ro
 half a million tokens.
 The paper's 1.3B is called 1b. It gives no shape for 400M: that is 340M with a wider feed-forward. Nor does it give that
 width: here it is what brings every model of a size to the same number of parameters, within a percent of its name.
+Its own models have no 120M, which is a size of Miras (configs/miras.py): Transformer++ is a baseline there too.
 """
 
 from titans_jax.config.papers import titans

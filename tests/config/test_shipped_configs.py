@@ -15,9 +15,10 @@ from titans_jax.tpu.topology import find_topology
 from titans_jax.training.run import count_params
 
 CONFIGS = shipped_configs()
-TITANS = ("lmm", "mac", "mag", "mal", "transformer")
+TITANS = ("lmm", "mac", "mag", "mal")
 BASELINES = (
-    "retnet", "gla", "mamba2", "deltanet", "ttt_linear", "ttt_mlp", "gated_deltanet", "gated_deltanet_h2",
+    "transformer", "retnet", "hgrn2", "gla", "mamba2", "deltanet", "ttt_linear", "ttt_mlp", "gated_deltanet", "samba",
+    "gated_deltanet_h2",
 )  # fmt: skip
 LATER = (
     "kimi_delta_attention",
@@ -30,7 +31,17 @@ LATER = (
 MIRAS = ("moneta", "yaad", "memora", "moneta_h", "yaad_h", "memora_h")
 ATLAS = ("omeganet", "omeganet_h", "atlas", "atlas_h")
 HOPE = ("hope", "hope_attention")
-LACT = ("170m", "340m", "760m")
+TABLE = ("170m", "340m", "760m", "1b")
+"""Sizes with a row in the papers; what is called 1b is their 1.3B."""
+SIZES_OF = {
+    TITANS: (*TABLE, "400m"),
+    MIRAS: (*TABLE, "120m"),
+    BASELINES: (*TABLE, "400m", "120m"),
+    (*LATER, *ATLAS): TABLE,
+    HOPE: ("760m", "1b"),
+    ("lact",): ("170m", "340m", "760m"),
+}
+"""Sizes of each model of a paper."""
 AFTER = (*LATER, "mamba3_mimo", "atlas", "dla", "lact", "hope")
 TEXTS = {file.stem: file.read_text() for file in folder().glob("*.py")}
 STATED = {
@@ -44,19 +55,13 @@ STATED = {
 
 
 def test_all_are_there():
-    titans = {f"{model}_{size}" for model in TITANS for size in SIZES}
-    sizes = ("170m", "340m", "760m", "1b")
-    miras = {f"{model}_{size}" for model in MIRAS for size in sizes}
-    atlas = {f"{model}_{size}" for model in ATLAS for size in sizes}
-    hope = {f"{model}_{size}" for model in HOPE for size in ("760m", "1b")}
-    baselines = {f"{model}_{size}" for model in (*BASELINES, *LATER) for size in sizes}
-    lact = {f"lact_{size}" for size in LACT}
+    papers = {f"{model}_{size}" for models, sizes in SIZES_OF.items() for model in models for size in sizes}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
     others = {"quickstart", "gated_deltanet_h2_small", "hope_attention_small", "memory_caching_small"}
     others |= {"tnt_small", "tnt_150m", "transformer_small", "retrofit_small"}
     others |= {"log_linear_mamba2_small", "log_linear_gated_deltanet_small"}
-    assert set(CONFIGS) == titans | miras | atlas | hope | lact | baselines | rest | others
-    assert (len(titans), len(miras), len(rest)) == (25, 24, 16 + len(AFTER))
+    assert set(CONFIGS) == papers | rest | others
+    assert (len(papers), len(rest)) == (20 + 30 + 66 + 40 + 4 + 3, 16 + len(AFTER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
 
 
@@ -81,8 +86,7 @@ def test_config_is_valid_and_as_large_as_its_line_says(name):
 def test_models_of_a_size_have_as_many_parameters(size):
     """Within 2 % of each other, and the name says how many, but for 1b, which is the paper's 1.3B."""
     counts = [count for name, (count, _) in STATED.items() if name.endswith(f"_{size}")]
-    hope = len(HOPE) if size in ("760m", "1b") else 0
-    assert len(counts) == (5 if size == "400m" else 23 + len(LATER) + (size in LACT) + hope)
+    assert len(counts) == sum(len(models) for models, sizes in SIZES_OF.items() if size in sizes)
     assert max(counts) < 1.02 * min(counts)
     named = 1.3e9 if size == "1b" else float(size[:-1]) * 1e6
     assert counts == pytest.approx([named] * len(counts), rel=0.05)
@@ -179,10 +183,20 @@ def test_settings_of_the_paper(size, depth, dim, num_heads, learning_rate, token
     assert config.training.steps * batch == pytest.approx(tokens, rel=1e-4)
 
 
-@pytest.mark.parametrize("preset", ["moneta", "yaad", "memora"])
-def test_hybrids_are_the_same_memory_and_a_window(preset):
+@pytest.mark.parametrize(
+    "hybrid, preset",
+    [
+        ("moneta_h", "moneta"),
+        ("yaad_h", "yaad"),
+        ("memora_h", "memora"),
+        ("samba", "mamba2"),
+        ("gated_deltanet_h2", "gated_deltanet"),
+    ],
+)
+@pytest.mark.parametrize("size", sorted({*SIZES_OF[MIRAS]} & {*SIZES_OF[BASELINES]}))
+def test_hybrids_are_the_same_memory_and_a_window(hybrid, preset, size):
     """Miras, section 5.3: the pattern of Samba, a Miras layer and then sliding-window attention."""
-    plain, hybrid = (CONFIGS[f"{preset}{h}_340m"].model for h in ("", "_h"))
+    plain, hybrid = (CONFIGS[f"{model}_{size}"].model for model in (preset, hybrid))
     assert hybrid.memory == plain.memory and hybrid.memory.preset == preset
     assert (plain.pattern, hybrid.pattern) == (("lmm",), ("lmm", "window"))
     assert (plain.memory.depth, plain.memory.expansion, plain.memory.momentum) == (2, 4, None)

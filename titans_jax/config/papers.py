@@ -29,7 +29,7 @@ class Size:
     topology: str
     """The TPU slice that the batch is cut for."""
     shares_embeddings: bool = True
-    """Whether embedding and head are one matrix: not in 170m; elsewhere nothing would be left for MAC's feed-forward."""
+    """Whether embedding and head are one matrix: in all but 170m, or MAC's feed-forward would have nothing left."""
 
 
 SIZES = {
@@ -107,7 +107,7 @@ def tnt(*local_chunks: int) -> Config:
 
 
 def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
-    """A recurrent model that both papers compare theirs with, trained alike: the same backbone around its memory."""
+    """A recurrent model that the papers compare theirs with, trained alike: the same backbone around its memory."""
     return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0, start=START.get(preset, 0), rows=0)
 
 
