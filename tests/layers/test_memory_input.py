@@ -58,6 +58,24 @@ def test_a_fresh_memory_says_what_followed_a_token(key_start):
     assert right >= 36 if key_start == "induction" else right <= 8
 
 
+def test_tied_keys_start_from_a_token_alone_in_the_first_head_and_from_all_taps_in_the_last():
+    """A head's features of a token change with the token before it by its share of the taps: 0, 1/3, 2/3, 1."""
+    titans = dataclasses.replace(CONFIG, num_heads=4, head_dim=16, memory=MemoryConfig())
+    near, drawn = layer(titans), layer(dataclasses.replace(titans, memory=MemoryConfig(key_start="random")))
+    for part in ("query", "value"):
+        ours, plain = (getattr(each, part).convolution.kernel[...] for each in (near, drawn))
+        np.testing.assert_array_equal(ours[0], plain[0])
+        shares = np.asarray(ours[1:] / plain[1:]).reshape(3, 4, 16)
+        np.testing.assert_allclose(shares, np.broadcast_to(np.arange(4)[:, None] / 3, shares.shape), rtol=1e-6)
+    x = np.random.default_rng(0).normal(size=(2, 8, 64)).astype(np.float32)
+    x[1, 5] = x[0, 5]  # the same token behind others
+    found = features(near, x)
+    for part in ("query", "value"):
+        there = np.asarray(found[part])
+        np.testing.assert_allclose(there[0, 5, 0], there[1, 5, 0], rtol=1e-5, atol=1e-6)
+        assert np.abs(there[0, 5, 3] - there[1, 5, 3]).max() > 0.01
+
+
 def test_no_two_parameters_share_a_buffer():
     """As a training step gives all of them away (donation)."""
     for make in (lambda: layer(CONFIG), lambda: NeuralMemory(CONFIG, rngs=nnx.Rngs(0))):

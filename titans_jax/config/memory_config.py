@@ -79,8 +79,10 @@ class MemoryConfig:
     """Steps are smaller where the norm behind a memory is steeper than at a fresh one, so that no text, not even one
     byte again and again, makes it unstable; False is the papers' letter. Memories without a norm ignore it."""
     key_start: Literal["induction", "random"] = "induction"
-    """How training starts with keys that are not tied (`tie_keys`): as queries of one token before; or on their own, as
-    always without a convolution, or where a token has several keys or keys that are gates."""
+    """How training starts. induction: keys that are not tied (`tie_keys`) as queries of one token before; tied ones,
+    and values, with what a token alone says in the first head, with all taps of the convolution in the last, evenly in
+    between. random: all as drawn, as always without a convolution, or where a token has several keys, or gates as keys.
+    """
     normalize_values: bool | None = None
     """Give the values of every head a root mean square of 1, which is that of what a memory behind a norm says of a
     token. As the loss is as steep as its values are large, steps with momentum then start at an eighth of

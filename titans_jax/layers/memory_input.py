@@ -60,6 +60,22 @@ def start_as_induction(query: MemoryInput, key: MemoryInput) -> None:
     key.projection.kernel[...] = jnp.copy(query.projection.kernel[...])
 
 
+def start_near_to_far(*parts: MemoryInput) -> None:
+    """Let the first head begin with what a token alone says, the last with all taps of its convolution, and heads
+    between them evenly, each with a share of the taps of earlier tokens.
+
+    For memories whose keys are their queries of the token before. A memory whose keys are of four tokens finds what
+    followed the like of those four, which is what text asks; one whose keys are of a token finds what followed that,
+    which is what pairs ask, and else has to unlearn the others first. The first heads also forget slowest at the start.
+    The papers say nothing of starts; memory/what_was_tried.md has what this one is worth.
+    """
+    for part in parts:
+        taps = part.convolution.kernel[...]
+        heads = part.heads[0]
+        share = jnp.repeat(jnp.linspace(0, 1, heads) if heads > 1 else jnp.ones(1), taps.shape[1] // heads)
+        part.convolution.kernel[...] = jnp.concatenate([taps[:1], share.astype(taps.dtype)[None] * taps[1:]])
+
+
 def of_token_before(
     x: jax.Array, before: jax.Array, documents: Documents | None = None, first: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -33,7 +33,7 @@ from titans_jax.config import (
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import MemoryGates
-from titans_jax.layers.memory_input import MemoryInput, of_token_before, start_as_induction
+from titans_jax.layers.memory_input import MemoryInput, of_token_before, start_as_induction, start_near_to_far
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
@@ -108,7 +108,9 @@ class NeuralMemory(HeadReads):
         self.key = None if self.tied else projected(unit_norm=not gate, logits=gate, copies=copies * rank)
         self.value = projected(unit_norm=sizes_values(config.memory), copies=copies)
         induction = config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1
-        if induction and not self.tied:
+        if induction and self.tied:
+            start_near_to_far(self.query, self.value)
+        elif induction:
             start_as_induction(self.query, self.key)
         self._make_memories(config, rngs=rngs)
         self.skip = self._make_skip(config) if skips_values(config.memory) else None
