@@ -110,7 +110,8 @@ def test_one_key_for_ever_makes_no_memory_unstable():
         return float(optax.tree.norm(moved) / optax.tree.norm(by))
 
     with jax.enable_x64(True):
-        assert slope(False, -5.0) > 100 and slope(True, -5.0) < 1e-3
+        # 85 with one head's keys of one token, more than 100 with those of four in both: above 1 is without end.
+        assert slope(False, -5.0) > 10 and slope(True, -5.0) < 1e-3
         assert slope(True, None) < (1 - 1 / (1 + np.exp(7))) ** 2048
 
 
