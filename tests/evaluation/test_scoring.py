@@ -107,6 +107,8 @@ def measure(run):
 alone, text, _ = measure(run)
 with on_all_devices(run) as spread:
     assert len(jax.tree.leaves(spread.params)[0].sharding.device_set) == 2
+    with on_all_devices(spread) as same:  # as in a training, whose parameters are spread its own way
+        assert same is spread
     state = scoring.Scorer(spread)._empty(4, 64)
     assert any(len({str(s.index) for s in leaf.addressable_shards}) == 2 for leaf in jax.tree.leaves(state))
     shared, again, compiled = measure(spread)

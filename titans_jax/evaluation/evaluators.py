@@ -66,8 +66,8 @@ register_evaluator: Callable[..., Callable[[Evaluator], Evaluator]] = EVALUATORS
 @contextlib.contextmanager
 def on_all_devices(run: Run) -> Iterator[Run]:
     """The run with its parameters on every device, of all processes, and, inside the `with` block, rows of batches
-    shared out over them; the run as it is where there is one device."""
-    if jax.device_count() == 1:
+    shared out over them; the run as it is where there is one device, or a mesh is set, over which it lies already."""
+    if jax.device_count() == 1 or not jax.sharding.get_abstract_mesh().empty:
         yield run
         return
     mesh = sharding.make_mesh()

@@ -93,20 +93,24 @@ def warnings(diagnostics: Diagnostics, model: ModelConfig, before: Diagnostics |
 
 
 MEANS = {
-    "retention": "kept per token",
+    "retention": "kept of the memory per token",
     "momentum": "momentum",
     "step_size": "step size",
-    "update_norm": "norm of the updates",
+    "update_norm": "norm of the update",
     "weight_norm": "norm of the weights",
 }
 """The diagnostics whose means over the layers are told, in words."""
 
 
+def harmful(gain: float) -> list[str]:
+    """A sentence if writing makes the model worse, by `IGNORED_GAIN` at least."""
+    if not gain <= -IGNORED_GAIN:
+        return []
+    return [f"the memories do harm: the validation loss is {-gain:.5f} bits per byte lower without their writes"]
+
+
 def ignored(explained_share: np.ndarray | None, gain: float) -> list[str]:
-    """A sentence if writing makes the model worse, or if some memory knows its values (`EXPLAINS`) and the model is no
-    better for it (`IGNORED_GAIN`)."""
-    if gain <= -IGNORED_GAIN:
-        return [f"the memories do harm: the validation loss is {-gain:.5f} bits per byte lower without their writes"]
+    """A sentence if some memory knows its values (`EXPLAINS`) and the model is no better for it (`IGNORED_GAIN`)."""
     knows = [] if explained_share is None else np.flatnonzero(explained_share > EXPLAINS)
     if len(knows) == 0 or not abs(gain) < IGNORED_GAIN:
         return []
@@ -128,15 +132,10 @@ def plot_memory(run_dir: Path, model: ModelConfig) -> None:
     gains = [(x["step"], x["memory_gain"]) for x in lines if x["kind"] == "validation" and "memory_gain" in x]
     reports = [line for line in lines if line["kind"] == "memory"]
     bound = bound_of_steps(model)
-    panels_of = {
-        "explained_share": ("explained share", 1.0),
-        "inner_loss": ("inner loss", 1.0),
-        "retention": ("kept of the memory per token", 1.0),
-        "momentum": ("momentum", 1.0),
-        "step_size": ("step size over its bound", bound) if bound else ("step size", 1.0),
-        "update_norm": ("norm of the update", 1.0),
-        "weight_norm": ("norm of the weights", 1.0),
-    }
+    words = {"explained_share": "explained share", "inner_loss": "inner loss"} | MEANS
+    panels_of = {name: (title, 1.0) for name, title in words.items()}
+    if bound:
+        panels_of["step_size"] = ("step size over its bound", bound)
     with panels(run_dir / "memory.png", 8, width=14, height=6.4, dpi=110) as axes:
         first, *others = axes
         first.plot(*(zip(*gains, strict=True) if gains else ((), ())), "o-", color="tab:red", markersize=4)

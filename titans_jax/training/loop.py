@@ -26,7 +26,7 @@ from titans_jax.plots import save_json
 from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, NotFinite, Saved, abstract_like
 from titans_jax.training.device_memory import check_state_fits, out_of_memory
-from titans_jax.training.diagnostics import MEANS, ignored, plot_memory, warnings
+from titans_jax.training.diagnostics import MEANS, harmful, ignored, plot_memory, warnings
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.lock import RunLock
@@ -289,7 +289,8 @@ class Trainer:
             self.report.remember("gain", f"{gain:.4f}")
         self.report.record("validation", self.step, values)
         self.report.say(text)
-        for warning in ignored(self.diagnostics.get("explained_share"), values.get("memory_gain", np.nan)):
+        gain = values.get("memory_gain", np.nan)
+        for warning in harmful(gain) + ignored(self.diagnostics.get("explained_share"), gain):
             self.report.say(f"warning at step {self.step}: {warning}")
         self._write_sample(result.bits_per_byte)
         self._evaluate_tasks()
