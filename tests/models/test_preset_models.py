@@ -39,7 +39,8 @@ def test_what_has_a_learned_start_forgets_to_it():
 
 def test_values_behind_a_norm_are_sized_and_added():
     """Unless told otherwise, or the weights are made of logits; steps with a bound, and with momentum or for logits,
-    are then small at first."""
+    are then small at first. A linear memory with a learned start adds them too, and its steps, which are limited, start
+    small."""
     for name, preset in PRESETS.items():
         rule = preset.make()
         config, behind = MemoryConfig(preset=name), rule.architecture.normalized and name != "memora"
@@ -50,6 +51,10 @@ def test_values_behind_a_norm_are_sized_and_added():
             bounded, steep = preset.gates.step_size == "bounded", rule.algorithm.has_momentum or name == "memora"
             low = bounded and steep and sizes_values(each)
             assert gate_choices(each).step_size == ("bounded_low" if low else preset.gates.step_size)
+    linear = MemoryConfig(architecture="linear")
+    assert skips_values(linear) and not sizes_values(linear) and gate_choices(linear).step_size == "bounded_low"
+    for letter in ({"bound_slope": False}, {"step_unit": "head_dim"}):
+        assert gate_choices(dataclasses.replace(linear, **letter)).step_size == "bounded"
     several = MemoryConfig(preset="delta_product", normalize_values=True)
     assert sizes_values(several) and not skips_values(several)
 
@@ -162,6 +167,8 @@ def test_streaming_equals_training_and_every_parameter_learns(preset):
         {"preset": "memora", "retention": "alpha_divergence(alpha=0.3)"},
         {"preset": "titans", "channel_retention": "key"},
         {"preset": "titans", "architecture": "linear", "start": "zero"},
+        {"preset": "titans", "architecture": "linear"},
+        {"preset": "yaad", "architecture": "linear"},
         {"preset": "yaad", "shared_gates": True},
         {"preset": "longhorn", "channel_steps": "value"},
         {"preset": "yaad", "gate_rank": None},

@@ -76,8 +76,9 @@ class MemoryConfig:
     """Where forgetting leads: back to the learned start, where there is one, which keeps a memory behind a norm stable
     at any length; or to zero weights, the papers' letter."""
     bound_slope: bool = True
-    """Steps are smaller where the norm behind a memory is steeper than at a fresh one, so that no text, not even one
-    byte again and again, makes it unstable; False is the papers' letter. Memories without a norm ignore it."""
+    """Steps are smaller where the norm behind a memory is steeper than at a fresh one, and those of a linear memory no
+    larger than its error, or twice its error at a chunk of 1, so that no text, not even one byte again and again, makes
+    it unstable; False is the papers' letter. Memories of several matrices without a norm ignore it."""
     key_start: Literal["induction", "random"] = "induction"
     """How training starts. induction: keys that are not tied (`tie_keys`) as queries of one token before; tied ones,
     and values, with what a token alone says in the first head, with all taps of the convolution in the last, evenly in
@@ -91,10 +92,12 @@ class MemoryConfig:
     value_skip: bool | None = None
     """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
     a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).
-    Mamba-3's memories have their own, from 1. None: as `normalize_values`, but where a token has several values."""
+    Mamba-3's memories have their own, from 1. None: as `normalize_values`, and for a linear memory with a learned start;
+    not where a token has several values."""
     tie_keys: bool | None = None
     """A token's key is the query of the token before, which training cannot part, so that a memory says what followed a
-    query's like; False, the papers' letter, projects it. None: behind a norm, with `value_skip`."""
+    query's like; False, the papers' letter, projects it. None: behind a norm, or for a linear memory with a learned
+    start, with `value_skip`."""
     skip_projection: bool | None = None
     """What `value_skip` adds has a projection of its own, so that values can be what a memory needs, and a model with
     `tie_keys` has as many parameters as without. None: with `tie_keys` and `value_skip`."""

@@ -49,8 +49,9 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
     steep = rule.algorithm.has_momentum or rule.retention.positive
-    if gates.step_size == "bounded" and steep and sizes_values(config):
+    if gates.step_size == "bounded" and (limits_steps(config) or (steep and sizes_values(config))):
         # Their loss is as steep as they are large; momentum makes of a step twice as much, and logits grow by factors.
+        # A step that begins beyond its limit would not be learned.
         changed["step_size"] = "bounded_low"
     to_start = rule.forget_to_start
     if config.forget_bias is not None:
@@ -120,12 +121,15 @@ def skips_values(config: MemoryConfig) -> bool:
     Raises:
       ConfigError: they shall be, and are several.
     """
-    several = _preset(config).gates.projected_steps(memory_rule(config))
+    rule = memory_rule(config)
+    several = _preset(config).gates.projected_steps(rule)
     if config.value_skip and several > 1:
         raise ConfigError(
             f"model.memory.value_skip is True, and a token has {several} values with preset {config.preset}; use False"
         )
-    return sizes_values(config) and several == 1 if config.value_skip is None else config.value_skip
+    if config.value_skip is not None:
+        return config.value_skip
+    return several == 1 and (sizes_values(config) or _linear_from_learned(rule))
 
 
 def projects_skip(config: MemoryConfig) -> bool:
@@ -158,7 +162,25 @@ def ties_keys(config: MemoryConfig) -> bool:
         )
     if config.tie_keys is not None:
         return config.tie_keys
-    return rule.architecture.normalized and not gates.complement_keys and skips_values(config)
+    taught = rule.architecture.normalized or _linear_from_learned(rule)
+    return taught and not gates.complement_keys and skips_values(config)
+
+
+def _linear_from_learned(rule: "MemoryRule") -> bool:
+    """Whether a memory is one matrix that starts as learned, unlike those of linear recurrent models."""
+    return rule.architecture.linear and rule.learned_start
+
+
+def limits_steps(config: MemoryConfig) -> bool:
+    """Whether steps are limited by the share of their error that they remove, as there is no norm that would bound
+    what they do: those of a linear memory."""
+    rule = memory_rule(config)
+    return (
+        config.bound_slope
+        and config.step_unit == "error"
+        and _preset(config).gates.bounded
+        and rule.architecture.linear
+    )
 
 
 def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":

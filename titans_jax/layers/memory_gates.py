@@ -13,6 +13,7 @@ Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory, n i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -22,7 +23,7 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax import memory
-from titans_jax.config import ModelConfig, gate_choices, step_size_bound
+from titans_jax.config import ModelConfig, gate_choices, limits_steps, step_size_bound
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.rule.gate_choices import ConstantGate, LearnedGate, Rate, starts_of_heads
@@ -43,6 +44,7 @@ class MemoryGates(nnx.Module):
         self.choices, self.steps, self.dtype = choices, rule.algorithm.steps, param_dtype(config)
         self.by_chunk = rule.algorithm.steps_by_chunk
         self.config = config
+        self.limits_steps, self.one_by_one = limits_steps(config.memory), rule.chunk_size == 1
         heads, dtype = config.num_heads, self.dtype
 
         scalars = choices.scalar_logits(rule, config.head_dim)
@@ -135,7 +137,7 @@ class MemoryGates(nnx.Module):
             channel["window_weight"] = jax.nn.sigmoid(logits["window_weight"])
             if not self.by_chunk:  # whose one step does not grow with what is summed
                 step_size /= window_total(channel["window_weight"])
-        return keys, values, memory.Gates(retention, momentum, step_size, mask, **channel)
+        return keys, values, self.limited(memory.Gates(retention, momentum, step_size, mask, **channel))
 
     def queries(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """The queries that read, of a token's own query and key, [b, t, h, d] each.
@@ -214,6 +216,18 @@ class MemoryGates(nnx.Module):
             shares /= jnp.maximum(-jnp.expm1(jnp.mean(gates.log_momentum, axis=-1)), 1e-3)
         return shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)
 
+    def limited(self, gates: memory.Gates) -> memory.Gates:
+        """Gates whose steps a linear memory can take again and again for one key (memory/README.md, Steps of a linear
+        memory): from a chunk's start up to all of the error, with what momentum makes of the step; token by token
+        nearly up to twice the error, which turns it over."""
+        if not self.limits_steps:
+            return gates
+        if self.one_by_one:
+            share, most = error_share(self.config, gates.step_size), 1 + least_kept(gates)
+        else:
+            share, most = self.error_shares(gates)[..., None], 1
+        return dataclasses.replace(gates, step_size=gates.step_size * most / jnp.maximum(share, most))
+
     def constant(self, gate: ConstantGate, shape: tuple[int, ...]) -> jax.Array:
         """A gate of every head for all tokens, [b, t, h, n]."""
         values = gate.function(jnp.arange(shape[2], dtype=self.dtype), shape[2])
@@ -246,6 +260,13 @@ def head_logits(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
 def error_share(config: ModelConfig, step_size: jax.Array) -> jax.Array:
     """The share of its error that a step of this size removes alone, from a fresh memory."""
     return step_size / (step_size_bound(config) / config.memory.max_step_size)  # by the step that removes all of it
+
+
+def least_kept(gates: memory.Gates) -> jax.Array:
+    """What is left of the channels that a token forgets most of, [b, t, h, m or 1]."""
+    sides = (gates.log_key_retention, gates.log_value_retention)
+    channels = (jnp.min(side, axis=-1, keepdims=True) for side in sides if side is not None)
+    return jnp.exp(gates.log_retention + sum(channels))
 
 
 def rate_parameters(heads: int, dtype: jnp.dtype, channels: int | None = None) -> tuple[nnx.Param, nnx.Param]:
