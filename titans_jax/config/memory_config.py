@@ -92,8 +92,8 @@ class MemoryConfig:
     value_skip: bool | None = None
     """Add to what a memory says a token's own values, times a learned number of every head that starts at 1/2, so that
     a model sees the letters around a token whatever the memory holds (Mamba-2's D; the papers' memories have none).
-    Mamba-3's memories have their own, from 1. None: as `normalize_values`, and for a linear memory with a learned start;
-    not where a token has several values."""
+    Mamba-3's memories have their own, from 1. None: as `normalize_values`, and for a linear memory with a learned
+    start; not where a token has several values."""
     tie_keys: bool | None = None
     """A token's key is the query of the token before, which training cannot part, so that a memory says what followed a
     query's like; False, the papers' letter, projects it. None: behind a norm, or for a linear memory with a learned
