@@ -122,6 +122,20 @@ def test_two_processes_evaluate_as_one(pair, single, tmp_path):
     assert {"positions.csv", "piqa.png"} <= {file.name for file in (tmp_path / "two").iterdir()}
 
 
+def test_two_processes_begin_with_the_weights_of_a_run_as_one_does(pair, single, titans, tmp_path):
+    """From its folder, and with its validation loss before the first step's learning rate has done much."""
+    begins = ["--training.init_from", str(pair[0]), "--optimizer.learning_rate", "1e-6"]
+    with launch(*in_two(*titans(tmp_path / "pair", *begins))) as processes:
+        ended = finish(processes)
+    with launch(titans(tmp_path / "single", *begins), **TWO_DEVICES) as processes:
+        ended += finish(processes)
+    assert [code for code, *_ in ended] == [0, 0, 0], ended
+    assert f"beginning with the weights of {pair[0]}" in ended[0][1]
+    two, one = losses(tmp_path / "pair"), losses(tmp_path / "single")
+    np.testing.assert_allclose(two, one, rtol=1e-6)
+    assert np.mean(two) < np.mean(losses(single))
+
+
 def test_two_processes_train_on_prepared_rows_as_one_does(titans, tmp_path):
     rows = tmp_path / "rows"
     prepare(tiny_config(SMALL).data, str(rows), workers=1, shard_bytes=5000)

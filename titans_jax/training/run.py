@@ -162,15 +162,10 @@ def initial_weights(config: Config) -> InitialWeights:
     """The parameters of the run that `training.init_from` names, as the tree of this configuration's model.
 
     Raises:
-      ConfigError: the tokenizer or the shape of a parameter is another; or several processes are given a run folder.
+      ConfigError: the tokenizer or the shape of a parameter is another.
       CheckpointError: as `load_run`.
     """
     source = Path(config.training.init_from).expanduser()
-    if jax.process_count() > 1 and not (source / export.WEIGHTS).is_file():
-        raise ConfigError(
-            f"training.init_from is {str(source)!r}, and {jax.process_count()} processes read exported weights only; "
-            "use the folder that titans export makes of it"
-        )
     run = load_run(source)
     own, theirs = ([file.read_bytes() for file in data.tokenizer_files(name)[:1]] for name in
                    (config.data.tokenizer, run.tokenizer_name))  # fmt: skip
