@@ -53,7 +53,7 @@ def test_values_behind_a_norm_are_sized_and_added():
             assert gate_choices(each).step_size == ("bounded_low" if low else preset.gates.step_size)
     linear = MemoryConfig(architecture="linear")
     assert skips_values(linear) and not sizes_values(linear) and gate_choices(linear).step_size == "bounded_low"
-    for letter in ({"bound_slope": False}, {"step_unit": "head_dim"}):
+    for letter in ({"bound_slope": False}, {"step_unit": "head_dim"}, {"chunk_size": 1}):
         assert gate_choices(dataclasses.replace(linear, **letter)).step_size == "bounded"
     several = MemoryConfig(preset="delta_product", normalize_values=True)
     assert sizes_values(several) and not skips_values(several)

@@ -49,9 +49,9 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
     steep = rule.algorithm.has_momentum or rule.retention.positive
-    if gates.step_size == "bounded" and (limits_steps(config) or (steep and sizes_values(config))):
+    beyond = limits_steps(config) and rule.chunk_size > 1  # half of the largest step is more than all of the error
+    if gates.step_size == "bounded" and (beyond or (steep and sizes_values(config))):
         # Their loss is as steep as they are large; momentum makes of a step twice as much, and logits grow by factors.
-        # A step that begins beyond its limit would not be learned.
         changed["step_size"] = "bounded_low"
     to_start = rule.forget_to_start
     if config.forget_bias is not None:

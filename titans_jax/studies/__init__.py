@@ -3,6 +3,7 @@
 from titans_jax.studies import (  # noqa: F401  (they register their studies)
     ablation,
     babilong,
+    distance,
     dna,
     forecasting,
     language,

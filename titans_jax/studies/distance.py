@@ -1,0 +1,169 @@
+"""`titans study distance`: how far away a fact may be, of a few among noise, for models trained on short sequences.
+
+Small models learn to recall a few pairs of a key and a value that stand somewhere among random tokens
+(titans_jax.data.distant_recall), in sequences of one length, and are asked in longer ones, with the same number of
+pairs: the state need not hold more, but hold it longer. It is the question of needles in a haystack, for models
+that are too small for its texts. Answering with some value of the sequence is right 1 / num_pairs of the time.
+"""
+
+import dataclasses
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from flax import nnx
+
+from titans_jax import plots
+from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
+from titans_jax.data.distant_recall import DistantRecall, distant_recall_sequences
+from titans_jax.studies import models
+from titans_jax.studies.generated import TEST_SEED, Generated, Sequences
+from titans_jax.studies.models import WITHOUT_MEMORY
+from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
+from titans_jax.studies.table import Row
+from titans_jax.studies.tasks import Numbers
+
+
+@dataclass(frozen=True)
+class FarRecall(Generated):
+    """Pairs among noise, asked at the end of sequences as long as those of training, and of longer ones."""
+
+    name: ClassVar[str] = "distant_recall"
+
+    num_pairs: int = 4
+    """Key-value pairs of a sequence, whatever its length."""
+    length: int = 256
+    """Tokens of a training sequence."""
+    test_lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
+    """Tokens of the sequences that are asked about."""
+    pool_size: int = 16
+    """Tokens that are keys, and as many that are values."""
+    noise_size: int = 16
+    """Tokens that are neither."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a training sequence."""
+        return self.length
+
+    @property
+    def vocabulary(self) -> int:
+        """See `Generated`."""
+        return self.sequences(self.length).vocab_size
+
+    def sequences(self, length: int) -> DistantRecall:
+        """What sequences of a length look like."""
+        return DistantRecall(self.num_pairs, length, self.pool_size, self.noise_size)
+
+    def check(self, model: ModelConfig) -> None:
+        """See `Task`."""
+        super().check(model)
+        for length in self.test_lengths:
+            self.sequences(length)
+
+    def draw(self, count: int, seed: int, asked: bool) -> Sequences:
+        """See `Generated`; learned is what is asked."""
+        return distant_recall_sequences(self.sequences(self.length), count, seed)
+
+    def measure(self, graphdef: nnx.GraphDef, params: object) -> Numbers:
+        """accuracy_L at each length L."""
+        numbers = {}
+        for length in self.test_lengths:
+            rows = distant_recall_sequences(self.sequences(length), self.test_sequences, TEST_SEED)
+            numbers[f"accuracy_{length}"] = self.ask(graphdef, params, rows).numbers["accuracy"]
+        return numbers
+
+    def baseline(self) -> tuple[str, Numbers]:
+        """See `Task`."""
+        names = {f"accuracy_{length}": 1 / self.num_pairs for length in self.test_lengths}
+        return f"one of {self.num_pairs} values at random", names
+
+
+@dataclass(frozen=True)
+class DistanceOptions(StudyOptions):
+    """Train small models to recall pairs among noise, and ask them at greater distances."""
+
+    presets: tuple[str, ...] = ("titans", "yaad", "moneta", "memora", "gated_deltanet", "mamba2", *WITHOUT_MEMORY)
+    """Names in titans_jax.memory.presets.PRESETS, "attention", and "window", attention that sees `segment` tokens."""
+    blocks: tuple[str, ...] = ("lmm", "mac", "mag", "mal")
+    """Blocks that hold the memories."""
+    dim: int = 128
+    """Width of the residual stream."""
+    depth: int = 2
+    """Blocks."""
+    head_dim: int = 32
+    """Width of a head."""
+    segment: int = 64
+    """Segment of mac, and window of mag, mal and "window"."""
+    memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2))
+    """The other fields of the memories."""
+    task: FarRecall = field(default_factory=lambda: FarRecall(steps=4000, batch_size=64, learning_rate=1e-3))
+    """Sequences and training."""
+
+
+@register_study("distance")
+class DistanceStudy(Study):
+    """How far away a fact may be: recall among noise, at lengths far beyond those of training."""
+
+    options = DistanceOptions
+
+    def defaults(self, said: DistanceOptions) -> DistanceOptions:
+        """See `Study`."""
+        default = DistanceOptions(quick=said.quick)
+        if not said.quick:
+            return default
+        task = FarRecall(steps=800, batch_size=8, learning_rate=3e-3, test_sequences=64)
+        presets = ("titans", "gated_deltanet", "window")
+        return dataclasses.replace(
+            default, seeds=1, presets=presets, blocks=("lmm",), dim=64, head_dim=16, task=task
+        )  # fmt: skip
+
+    def cells(self, options: DistanceOptions) -> list[Cell]:
+        """See `Study`."""
+        at_least_one(options, "presets", "blocks", "dim", "depth", "head_dim", "segment")
+        if not options.task.test_lengths:
+            raise ConfigError("task.test_lengths is empty; name at least one, such as 1024")
+        models.check_presets(options.presets, others=WITHOUT_MEMORY)
+        models.check_blocks(options.blocks)
+        kinds = []
+        for block, preset in itertools.product(dict.fromkeys(options.blocks), dict.fromkeys(options.presets)):
+            attends = preset in WITHOUT_MEMORY
+            if attends and block != options.blocks[0]:
+                continue
+            model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
+            model = dataclasses.replace(model, segment=options.segment, window=options.segment)
+            kinds.append(({"preset": preset, "block": "" if attends else block}, model))
+        return list(with_seeds(options, kinds, options.task))
+
+    def columns(self, options: DistanceOptions) -> list[Column]:
+        """See `Study`."""
+        lengths = dict.fromkeys(options.task.test_lengths)
+        return [Column(f"accuracy_{length}", f"right in {length:,}") for length in lengths]
+
+    def notes(self, options: DistanceOptions) -> str:
+        """See `Study`."""
+        task = options.task
+        return (
+            f"{task.num_pairs} pairs among noise, trained in sequences of {task.length}, {task.steps} steps of "
+            f"{task.batch_size}; {task.test_sequences} sequences of each length asked"
+        )
+
+    def draw(self, options: DistanceOptions, rows: list[Row], file: Path, note: str) -> None:
+        """See `Study`: accuracy against length, a line per model."""
+        lengths = sorted(set(options.task.test_lengths))
+        with plots.panels(file, 1, 8, 4.5, note=note) as (axes,):
+            for number, row in enumerate(rows):
+                points = [(length, row.spread(f"accuracy_{length}")) for length in lengths]
+                points = [(length, value) for length, value in points if value.count]
+                axes.errorbar(
+                    [length for length, _ in points], [value.mean for _, value in points],
+                    [value.sd or 0 for _, value in points], capsize=3, marker="o", markersize=4,
+                    color=f"C{number % 10}", linestyle="-" if number < 10 else "--",
+                    label=" ".join(filter(None, (row.labels["preset"], row.labels["block"]))),
+                )  # fmt: skip
+            axes.axhline(1 / options.task.num_pairs, color="gray", linestyle=":", label="a value at random")
+            axes.axvline(options.task.length, color="gray", linewidth=0.8)
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel="tokens (vertical line: trained on)", ylabel="right answers", ylim=(0, 1.03))
+            axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
