@@ -19,7 +19,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
 from titans_jax.data.distant_recall import DistantRecall, distant_recall_sequences
 from titans_jax.studies import models
 from titans_jax.studies.generated import TEST_SEED, Generated, Sequences
-from titans_jax.studies.models import WITHOUT_MEMORY
+from titans_jax.studies.models import WINDOW, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Numbers
@@ -84,8 +84,9 @@ class FarRecall(Generated):
 class DistanceOptions(StudyOptions):
     """Train small models to recall pairs among noise, and ask them at greater distances."""
 
-    presets: tuple[str, ...] = ("titans", "yaad", "moneta", "memora", "gated_deltanet", "mamba2", *WITHOUT_MEMORY)
-    """Names in titans_jax.memory.presets.PRESETS, "attention", and "window", attention that sees `segment` tokens."""
+    presets: tuple[str, ...] = ("titans", "yaad", "moneta", "memora", "gated_deltanet", "mamba2", WINDOW)
+    """Names in titans_jax.memory.presets.PRESETS; "window", attention that sees `segment` tokens; "attention", that
+    sees all, and whose memory off a TPU grows with the square of the length."""
     blocks: tuple[str, ...] = ("lmm", "mac", "mag", "mal")
     """Blocks that hold the memories."""
     dim: int = 128
@@ -114,7 +115,7 @@ class DistanceStudy(Study):
         if not said.quick:
             return default
         task = FarRecall(steps=800, batch_size=8, learning_rate=3e-3, test_sequences=64)
-        presets = ("titans", "gated_deltanet", "window")
+        presets = ("titans", "gated_deltanet", WINDOW)
         return dataclasses.replace(
             default, seeds=1, presets=presets, blocks=("lmm",), dim=64, head_dim=16, task=task
         )  # fmt: skip
