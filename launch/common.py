@@ -1,4 +1,4 @@
-"""What every launcher shares: TPU slices by name, checks of what the user typed, and commands that can be printed only.
+"""Parts shared by all launchers: TPU slices by name, checks of the user's arguments, and commands with a dry run.
 
 Only Python's standard library is needed on the machine that launches.
 """
@@ -25,7 +25,7 @@ STOPPED = 42
 
 
 class LaunchError(Exception):
-    """What the user asked for cannot work. The message is one sentence with what would work."""
+    """The user's request cannot work. The message is one sentence that says what would."""
 
 
 class CommandError(LaunchError):
@@ -37,16 +37,16 @@ class CommandError(LaunchError):
 
 @dataclass(frozen=True)
 class Generation:
-    """What one TPU generation is called, and how its slices are cut into hosts."""
+    """One TPU generation: its names, its slices, and how these are divided into hosts."""
 
     name: str
     prefix: str
     runtime: str | None
-    """`--runtime-version` for JAX; None where slices are had through GKE only."""
+    """`--runtime-version` for JAX; None where slices are available through GKE only."""
     cores_per_chip: int
     """Type names of v4, v5p and TPU7x count cores, two on each chip; those of v5e and v6e count chips."""
     sizes: tuple[int, ...]
-    """Chips of the slices that exist; for the generations with a 3D torus the usual ones."""
+    """Chips of the slices that exist; for generations with a 3D torus, of the usual slices."""
     one_host: tuple[int, ...]
     """Chips of the slices with a single host; larger ones have a host for every 4 chips."""
 
@@ -232,15 +232,15 @@ class Commands:
         self.dry_run = dry_run
 
     def note(self, text: str) -> None:
-        """A line between the commands of a dry run: when the next ones are run."""
+        """In a dry run, print a line that says when the next commands are run."""
         if self.dry_run:
             print(f"# {text}")
 
     def run(self, *command: str) -> None:
-        """Run it, its output to the terminal.
+        """Run a command, with its output on the terminal.
 
         Raises:
-          LaunchError: it failed, or is not installed.
+          LaunchError: the command failed, or is not installed.
         """
         print("+", shlex.join(command), flush=True)
         if self.dry_run:
@@ -249,7 +249,7 @@ class Commands:
             raise CommandError(f"{shlex.join(command[:4])} ... ended with code {code}; its output above says why")
 
     def ask(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Its exit code and output, whatever they are. In a dry run: success and nothing."""
+        """Run a command and return its exit code and output, even if it fails. In a dry run: success and no output."""
         if self.dry_run:
             print("+", shlex.join(command), flush=True)
             return subprocess.CompletedProcess(command, 0, "", "")
@@ -278,7 +278,7 @@ def preflight(commands: Commands, options: argparse.Namespace, train: list[str])
         _check_places(data)
         slices = ["--slices", str(options.slices)] if options.slices > 1 else []
         commands.run("titans", "compile", train[0], "--topology", options.type, *slices, *train[1:])
-    # --raw: what gcloud itself makes of a bucket leaves this field out in some versions.
+    # --raw: in some versions gcloud's own description of a bucket leaves this field out.
     where = ["--project", options.project, "--raw", "--format", "value(hierarchicalNamespace.enabled)"]
     found = commands.ask("gcloud", "storage", "buckets", "describe", f"gs://{options.bucket}", *where)
     create = (
@@ -331,17 +331,17 @@ def _check_in_bucket(commands: Commands, options: argparse.Namespace, data: dict
 
 
 def last_line(text: str) -> str:
-    """The last line that says something."""
+    """The last line that is not blank."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no message"
 
 
 def upload(commands: Commands, options: argparse.Namespace, train: list[str]) -> None:
-    """This checkout's code, with changes that are not committed, into the bucket, from where every host takes it."""
+    """Copy this checkout's code, with uncommitted changes, to the bucket, from which every host fetches it."""
     what = ["titans_jax", "configs", "launch", "pyproject.toml", "README.md", "LICENSE"]
     if (file := config_file(train)) is not None:
         what.append(file)
-    with tempfile.TemporaryDirectory() as folder:  # of a name that nobody else on this machine can have made before
+    with tempfile.TemporaryDirectory() as folder:  # a new folder, which no other user of this machine can have made
         archive = f"{folder}/{options.name}.tar.gz"
         commands.run("tar", "--create", "--gzip", "--file", archive, "--exclude", "__pycache__", *what)
         commands.run("gcloud", "storage", "cp", archive, code(options))
@@ -352,11 +352,11 @@ def code(options: argparse.Namespace) -> str:
     return f"gs://{options.bucket}/code/{options.name}.tar.gz"
 
 
-# What the hosts of TPU VMs run, over ssh. Every command returns soon: gcloud runs them on 64 hosts at a time, and one
-# that waited for training would keep the other hosts from starting.
+# Commands that the hosts of TPU VMs run, over ssh. Every command returns soon: gcloud runs them on 64 hosts at a time,
+# and one that waited for training would keep the other hosts from starting.
 
 SSH_FLAGS = ("--quiet", "--ssh-flag=-oConnectTimeout=20", "--ssh-flag=-oServerAliveInterval=20")
-"""A host that is gone is noticed within minutes."""
+"""With these flags a host that is gone is noticed within minutes."""
 
 
 @dataclass(frozen=True)
@@ -376,13 +376,13 @@ def read_hosts(text: str) -> list[Host]:
 
 
 def on_hosts_setup(options: argparse.Namespace) -> str:
-    """Fetch the code, install it and mount the bucket; again is quick."""
+    """Fetch the code, install it and mount the bucket; quick when it was done before."""
     fetch = f"mkdir -p titans_jax && gcloud storage cat {code(options)} | tar --extract --gzip --directory titans_jax"
     return f"set -o pipefail; {fetch} && titans_jax/launch/host.sh setup {options.bucket} {MOUNT}"
 
 
 def on_hosts_start(options: argparse.Namespace, train: list[str]) -> str:
-    """Start training, or leave it alone where it runs."""
+    """Start training, unless it is running."""
     return shlex.join(["titans_jax/launch/host.sh", "start", *training(options, train)])
 
 
@@ -403,7 +403,7 @@ def on_hosts_stop() -> str:
 
 
 def main(run: Callable[[Sequence[str]], int]) -> int:
-    """`run` the command line; its exit code, 2 (what was asked for cannot work) or 1 (a command failed)."""
+    """`run` the command line; returns its exit code, 2 (the request cannot work) or 1 (a command failed)."""
     try:
         return run(sys.argv[1:])
     except LaunchError as error:

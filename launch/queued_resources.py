@@ -6,7 +6,7 @@
 
 A queued resource that was preempted is SUSPENDED for good and still uses quota: this program deletes it, asks for it
 again, and runs the same command on the same run folder, which goes on from its latest checkpoint. The program can be
-stopped (Ctrl-C) and run again at any time: it takes up whatever state it finds.
+stopped (Ctrl-C) and run again at any time: it continues from whatever state it finds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from common import STOPPED, CommandError, Commands, Host, LaunchError
 
 
 class Do(Enum):
-    """What a state of the queued resource asks for."""
+    """The action for a state of the queued resource."""
 
     CREATE = "create it"
     WAIT = "wait"
@@ -51,7 +51,7 @@ STATES = {
 
 
 class Training(Enum):
-    """What the hosts together say of training."""
+    """The state of training on all hosts together, and the action for it."""
 
     UNREACHABLE = "not every host answers: look again"
     ABSENT = "start it"
@@ -65,7 +65,8 @@ class Training(Enum):
 def judge(hosts: Sequence[Host], expected: int, started: bool) -> Training:
     """The state machine of training on an ACTIVE slice.
 
-    started: whether this program has seen it run on these machines; how an earlier run ended says nothing of this one.
+    started: whether this program has started training on these machines or seen it run; the exit code of an earlier
+    training is ignored.
     """
     states = {host.state for host in hosts}
     codes = {host.code for host in hosts if host.state == "exited"}
@@ -75,7 +76,7 @@ def judge(hosts: Sequence[Host], expected: int, started: bool) -> Training:
         return Training.UNREACHABLE
     if "absent" in states or not started and states != {"running"}:
         return Training.ABSENT
-    if "running" in states:  # where others have ended, jax ends these within minutes
+    if "running" in states:  # if other hosts have ended, jax ends these within minutes
         return Training.RUNNING
     if codes - {0, STOPPED}:
         return Training.FAILED
@@ -85,9 +86,9 @@ def judge(hosts: Sequence[Host], expected: int, started: bool) -> Training:
 # The watch
 
 UNREACHABLE_LOOKS = 20
-"""Looks in a row at an ACTIVE resource whose hosts do not all answer, after which it is recreated."""
+"""An ACTIVE resource is recreated after this many looks in a row at which not all hosts answer."""
 FAILED_LOOKS = 10
-"""Looks in a row that gcloud could not answer, after which the watch ends."""
+"""The watch ends after this many looks in a row at which gcloud fails."""
 
 
 class Watch:
@@ -101,10 +102,10 @@ class Watch:
         self.failures: collections.Counter[str] = collections.Counter()
 
     def run(self) -> None:
-        """Returns when training is finished, or stopped by somebody.
+        """Watch until training is finished, or stopped by somebody.
 
         Raises:
-          LaunchError: it cannot go on. The slice is left as it is, and the message says how to delete it.
+          LaunchError: training cannot go on. The slice is left as it is.
         """
         before = ""
         while True:
@@ -126,7 +127,7 @@ class Watch:
             time.sleep(next(pauses))
 
     def attend(self) -> bool:
-        """Look after training on an ACTIVE slice; whether it is over."""
+        """Look at training on an ACTIVE slice and act on it; returns whether training is over."""
         hosts = self.hosts()
         training = judge(hosts, self.expected_hosts, self.started)
         self._progress(hosts, training)
@@ -198,12 +199,12 @@ class Watch:
             factor = min(1.2 * factor, 4)
 
     def say(self, text: str) -> None:
-        """A line with the time, when it says something new."""
+        """Print a line with the time, unless it is the same as the last one."""
         if text != self.said:
             print(f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S} {self.options.name}: {text}", flush=True)
             self.said = text
 
-    # What gcloud is asked
+    # Commands of gcloud
 
     def gcloud(self, verb: str, *arguments: str) -> list[str]:
         """A command about this queued resource."""
@@ -231,7 +232,7 @@ class Watch:
         )
 
     def create(self) -> None:
-        """Ask for the queued resource; what is refused for lack of quota or capacity is asked for again later."""
+        """Ask for the queued resource; if it is refused for lack of quota or capacity, a later look asks again."""
         self.started = self.deleted = False
         answer = self.commands.ask(*self.create_command())
         if answer.returncode == 0:
@@ -243,7 +244,7 @@ class Watch:
         self.count(f"refused ({message})")
 
     def create_command(self) -> list[str]:
-        """gcloud's words for the slices that were asked for."""
+        """The gcloud command that creates the slices."""
         options = self.options
         nodes = ["--node-id", options.name]
         if options.slices > 1:
@@ -253,11 +254,11 @@ class Watch:
         return self.gcloud("create", *nodes, *kind, *tier, *options.gcloud)
 
     def delete_command(self) -> list[str]:
-        """Deletes the machines too; waits until they are gone, so that the name and the quota are free."""
+        """The command that deletes the queued resource with its machines, and waits until name and quota are free."""
         return self.gcloud("delete", "--force", "--quiet")
 
     def delete(self) -> None:
-        """Delete the queued resource and its machines; what is in the bucket stays."""
+        """Delete the queued resource and its machines; the bucket keeps its content."""
         self.say("deleting it")
         self.deleted = True
         answer = self.commands.ask(*self.delete_command())
@@ -268,11 +269,11 @@ class Watch:
         return f"the slice costs money until it is deleted: {shlex.join(self.delete_command())}"
 
     def hosts(self) -> list[Host]:
-        """What every host that answers says of training."""
+        """The state of training on every host that answers."""
         return common.read_hosts(self.commands.ask(*self.ssh(common.on_hosts_status(self.options))).stdout)
 
     def start(self) -> None:
-        """Install and start on every host; where one cannot, the next look decides."""
+        """Install and start training on every host; if that fails on one, the next look decides what to do."""
         self.say("installing and starting training on every host")
         for command in (common.on_hosts_setup(self.options), common.on_hosts_start(self.options, self.train)):
             answer = self.commands.ask(*self.ssh(command))

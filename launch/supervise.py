@@ -4,12 +4,12 @@
     supervise.py TITANS train CONFIG [--field value ...] --training.run_dir RUN_DIR
     supervise.py --step RUN_DIR                 print the step of the latest checkpoint
 
-`titans train` ends with 0 both at its last step and when SIGTERM made it save and stop. Whoever restarts interrupted
-work (the queued-resource launcher, Kubernetes) must know which: exit code 0 is finished, 42 stopped and saved, 2 a
-mistake in the configuration, anything else a failure.
+`titans train` ends with 0 both at its last step and when SIGTERM made it save and stop. A program that restarts
+interrupted work (the queued-resource launcher, Kubernetes) must distinguish the two. Here exit code 0 means finished,
+42 stopped and saved, 2 a mistake in the configuration, anything else a failure.
 
-Compiled programs are kept beside the run folders, in the bucket, unless JAX_COMPILATION_CACHE_DIR says where: a machine
-that takes a preempted run up again is a new one, and its own cache is empty.
+Compiled programs are kept next to the run folders, in the bucket, unless JAX_COMPILATION_CACHE_DIR is set: a preempted
+run goes on on a new machine, whose own cache is empty.
 """
 
 import json
@@ -26,7 +26,7 @@ COMMITTED = "commit_success.txt"
 
 
 def training(run_dir: Path) -> dict:
-    """What the run's configuration says of training; nothing before it has one."""
+    """The section "training" of the run's configuration; {} before there is one."""
     config = run_dir / "config.json"
     return json.loads(config.read_text())["training"] if config.is_file() else {}
 
@@ -35,19 +35,19 @@ def latest_step(run_dir: Path) -> int:
     """Step of the latest complete checkpoint; 0 without one."""
     folder = run_dir / "checkpoints"
     found = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
-    if training(run_dir).get("checkpoint_commit") == "file":  # a folder of that name may be half of one
+    if training(run_dir).get("checkpoint_commit") == "file":  # a checkpoint's folder may be incomplete
         found = [path for path in found if (path / COMMITTED).exists()]
     return max((int(path.name) for path in found), default=0)
 
 
 def finished(run_dir: Path) -> bool:
-    """Whether the latest checkpoint is that of the last step."""
+    """Whether the latest checkpoint is of the last step."""
     steps = training(run_dir).get("steps")
     return steps is not None and latest_step(run_dir) >= steps
 
 
 def supervise(command: list[str], run_dir: Path) -> int:
-    """Run the command, hand SIGTERM and SIGINT on to it, and return the exit code described above."""
+    """Run the command, pass SIGTERM and SIGINT on to it, and return the exit code that the module describes."""
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(run_dir.absolute().parent / "compiled")}
     process = subprocess.Popen(command, env=compiled | os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):

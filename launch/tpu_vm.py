@@ -3,7 +3,7 @@
 
     launch/tpu_vm.py --name titans-1 --project P --zone us-west4-a --type v5litepod-8 --bucket B -- mac_170m
 
-A VM that is there already is used. Training goes on when the terminal closes; the same command shows the log again,
+An existing VM of this name is used. Training goes on when the terminal closes; the same command shows the log again,
 or goes on with a run that was stopped. For machines that may be preempted use launch/queued_resources.py.
 """
 
@@ -65,14 +65,14 @@ def create(commands: Commands, options: argparse.Namespace) -> None:
 
 
 def follow(commands: Commands, options: argparse.Namespace) -> int:
-    """Show the first host's log until training ends there; its exit code, 0 also when it stopped and saved."""
+    """Show the first host's log until training ends there; returns 0 if it finished, or stopped and saved."""
     try:
         commands.run(*ssh(options, common.on_hosts_follow(), "0"))
     except KeyboardInterrupt:
         print("# the log is no longer shown; training goes on; the same command shows it again")
         return 130
     except LaunchError:
-        # ssh hands the exit code of the log on, but also has codes of its own: ask the hosts.
+        # ssh passes on the exit code of the remote command, but also has codes of its own: ask the hosts.
         answer = commands.ask(*ssh(options, common.on_hosts_status(options), "0"))
         hosts = common.read_hosts(answer.stdout)
         if not hosts or hosts[0].code != STOPPED:

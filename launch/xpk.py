@@ -4,8 +4,8 @@
     launch/xpk.py --name titans-1 --project P --zone us-east5-b --cluster C --type v6e-256 --bucket B \\
         --image us-east5-docker.pkg.dev/P/titans/titans-jax:1 -- mac_760m --data.path /mnt/titans/data/fineweb-edu
 
-Kubernetes restarts what was preempted: `supervise.py` tells it by its exit code whether the run is finished. The
-cluster and its bucket storage are made once; launch/README.md has both commands.
+Kubernetes restarts a preempted workload; the exit code of `supervise.py` says whether the run is finished. The cluster
+and its bucket storage are created once; launch/README.md has both commands.
 """
 
 import argparse

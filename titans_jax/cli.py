@@ -1,7 +1,7 @@
 """The command line: titans train | generate | read | evaluate | export | compile | data | models | configs | bench ...
 
-The commands are in `titans_jax.commands`, which `titans --help` answers without. A mistake that a person can solve ends
-in one sentence and exit code 2, a run that cannot go on in one sentence and exit code 1; neither in a traceback.
+The commands are in `titans_jax.commands`, which `titans --help` does not import. A mistake that the user can correct
+ends in one sentence and exit code 2, a run that cannot go on in one sentence and exit code 1; neither in a traceback.
 """
 
 import os
@@ -82,13 +82,13 @@ def _fail(code: int, sentence: str) -> int:
 def run() -> None:
     """The process: `main` and its exit code.
 
-    A failure ends at once: threads of TensorStore would print the tracebacks of failed writes behind the sentence that
-    is to be read last.
+    After a failure the process ends at once: otherwise threads of TensorStore would print tracebacks of failed writes
+    after our message, which should be the last line.
     """
     hook = sys.unraisablehook
 
     def without_late_writes(found: Any) -> None:
-        # TensorStore's threads, of every write that was under way when one failed.
+        # TensorStore's threads raise this for every write that was under way when one failed.
         if (found.exc_type, str(found.exc_value)) != (RuntimeError, "Event loop is closed"):
             hook(found)
 

@@ -1,6 +1,6 @@
-"""The commands of the command line, each a function of its arguments; a command imports what only it needs.
+"""The commands of the command line, each a function of its arguments; modules for one command are imported by it.
 
-What a command can be told is a dataclass: its fields are the options, with their types, defaults and help.
+The options of a command are the fields of a dataclass, with their types, defaults and help.
 """
 
 import contextlib
@@ -86,30 +86,31 @@ class EvaluateOptions:
     run: Positional[Path]
     """The folder that training wrote."""
     tasks: Positional[tuple[str, ...]] = ("perplexity",)
-    """What to measure: names of evaluators. perplexity: loss, bits per byte and perplexity on the run's held-out text.
+    """Names of the evaluations to run. perplexity: loss, bits per byte and perplexity on the run's held-out text.
     positions: bits per byte by position in long documents, with the state carried on and with it emptied at every
     window; writes positions.csv, .json and .png into the run's folder. niah: RULER's needles S-NIAH-1 to 3; ruler: all
-    of its tasks. `titans evaluate --list` prints all there are.
+    tasks of RULER. `titans evaluate --list` prints all names.
     """
     memory: Literal["on", "off", "fresh"] = "on"
-    """off: memories are read at their start and never written. fresh: tasks that carry a state from window to window
-    (positions) empty it at every window; for others the same as on."""
+    """off: memories are never written, so that every read is of their start. fresh: tasks that carry a state from
+    window to window (positions) empty it at every window; for other tasks the same as on."""
     batches: int | None = None
     """Batches to read; None reads all."""
     length: int = 32768
-    """positions: tokens of a row. niah, ruler, babilong: tokens of the longest text; the others are 1,024, 2,048, .."""
+    """positions: tokens of a row. niah, ruler, babilong: tokens of the longest texts; shorter ones have 1,024, 2,048,
+    .. tokens."""
     text: Path | None = None
-    """positions, niah, ruler, babilong: the file to read; None reads the run's validation documents, babilong the
-    novels, and niah and ruler the essays of the folder of data."""
+    """The text that positions, niah, ruler and babilong read; None: for positions the run's validation documents, for
+    babilong the novels and for niah and ruler the essays in the folder of data."""
     samples: int | None = None
-    """niah, ruler, babilong: questions of every task and length; None asks as many as the protocol. positions and
-    lm-eval's tasks: documents of each; None reads all."""
+    """niah, ruler, babilong: questions of every task and length; None: the number of the protocol. positions and
+    lm-eval's tasks: documents of each task; None: all."""
     data: Path = Path("data")
-    """The folder of the data sets of tasks that read any; `titans data list` says what is there."""
+    """The folder of data sets, for tasks that read any; `titans data list` lists its content."""
     json: bool = False
     """Print one JSON object instead of lines."""
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
-    """The processes that share the work, each with the same command and a folder that all see."""
+    """The processes that share the work; each is started with the same command, and all must see the folders."""
 
 
 def evaluate(arguments: list[str]) -> None:
@@ -154,7 +155,7 @@ def evaluate(arguments: list[str]) -> None:
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """What is there."""
+    """List what is there."""
 
     data: Path = Path("data")
     """The folder of data sets."""
@@ -165,11 +166,13 @@ class PrepareOptions(Config):
     """Tokenize a configuration's text once, into rows on disk that training reads by random access."""
 
     output: str = ""
-    """Where to: a new folder, at any address that etils.epath knows; one that was begun is gone on with."""
+    """The folder to write, at any address that etils.epath knows: a new one, or one whose preparation was stopped,
+    which is then continued."""
     workers: int | None = None
-    """Processes that tokenize; None is one per core that this one may use."""
+    """Processes that tokenize; None: one for each core that this process may use."""
     shard_bytes: int = 1 << 26
-    """Characters of text in one file; what a stop costs, and some 10 times as much memory a process."""
+    """Characters of text in one file. A stop loses the files being written, and each process needs memory for some 10
+    times this many bytes."""
 
 
 def data(arguments: list[str]) -> None:
@@ -206,11 +209,11 @@ class FetchOptions:
     """Bring data sets into the folder where evaluations look for them; those that are there already stay."""
 
     names: Positional[tuple[str, ...]]
-    """Data sets, of `titans data list`; all: every one that has an address."""
+    """Names of data sets from `titans data list`, or "all" for every set that has a source."""
     data: Path = Path("data")
     """The folder."""
     path: str | None = None
-    """A file or an address to take one set from, in place of its own."""
+    """A file or an address to take one set from, instead of its own source."""
 
 
 def _prepare(arguments: list[str]) -> None:
@@ -240,7 +243,7 @@ def compile_(arguments: list[str]) -> None:
     """titans compile CONFIG [--topology v5p:8x8x8 ...] [--field value ...]"""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # where there are TPUs, they are none of this command's business
+    jax.config.update("jax_platforms", "cpu")  # the command does not use a TPU, even where there is one
     from titans_jax.tpu import command
 
     name, options = configuration("titans compile", arguments, command.Options)
@@ -336,9 +339,9 @@ COMMANDS = {
 
 
 def configuration(program: str, arguments: list[str], kind: type[SomeConfig] = Config) -> tuple[str, SomeConfig]:
-    """The name of the configuration that arguments CONFIG [--field value ...] describe, and it, valid.
+    """The name and the validated configuration that the arguments CONFIG [--field value ...] describe.
 
-    `kind`: Config, or a dataclass with more fields, options of the command.
+    `kind`: Config, or a subclass with more fields, which are options of the command.
 
     Raises:
       ConfigError: no such configuration, an unknown field, a value of a wrong type, or fields that do not fit together.
@@ -367,8 +370,8 @@ def configuration(program: str, arguments: list[str], kind: type[SomeConfig] = C
 
 
 def _check_options(options: Any, **least: int) -> None:
-    """Refuse whole numbers of a command's options below 1, or below what `least` says of a field, or beyond 32 bits;
-    and a list that is empty, unless it is by default."""
+    """Refuse whole numbers in a command's options that are below 1 (or the bound of their field in `least`) or beyond
+    32 bits, and lists that are empty, unless the default is."""
     for f in dataclasses.fields(options):
         value, lowest = getattr(options, f.name), least.get(f.name, 1)
         if value == () and f.default != ():
@@ -379,7 +382,7 @@ def _check_options(options: Any, **least: int) -> None:
 
 
 def _load_run(folder: Path) -> "Run":
-    """A trained model, with what is skipped on the way told on the error stream."""
+    """A trained model; checkpoints that are skipped are reported on standard error."""
     from titans_jax.training import load_run
 
     _quieten()
@@ -387,7 +390,7 @@ def _load_run(folder: Path) -> "Run":
 
 
 def _no_arguments(program: str, arguments: list[str], says: str) -> None:
-    """End with what the command says for --help; refuse any other argument."""
+    """For --help, print `says` and end; refuse any other argument."""
     if arguments in (["--help"], ["-h"]):
         print(f"usage: {program}\n\n{says}")
         raise SystemExit(0)
@@ -396,7 +399,7 @@ def _no_arguments(program: str, arguments: list[str], says: str) -> None:
 
 
 def _quieten() -> None:
-    """Leave out what Orbax logs of failed reads and writes: what the user needs of it is an error's sentence."""
+    """Silence Orbax' log of failed reads and writes: the user gets one sentence of ours instead."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     # Where one of its tasks has failed, the others' exceptions are logged once they are collected as garbage.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

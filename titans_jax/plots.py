@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def save_csv(rows: Sequence[Any], file: Path) -> None:
-    """Write rows, dataclass instances or dictionaries with the keys of the first, under a line of their field names.
+    """Write rows (dataclass instances, or dictionaries with the same keys) below a line with their field names.
 
     None is an empty field. Makes the folder; replaces the file.
     """
@@ -53,7 +53,7 @@ def figure(file: Path, width: float = 6, height: float = 4, dpi: int = 150, note
 def panels(
     file: Path, count: int, width: float = 6, height: float = 4, dpi: int = 150, note: str = "", columns: int = 4
 ) -> Iterator[list["Axes"]]:
-    """As `figure`, with `count` axes beside each other, at most `columns` in a row."""
+    """As `figure`, with `count` axes side by side, at most `columns` in a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

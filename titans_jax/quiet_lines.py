@@ -1,4 +1,4 @@
-"""When long work says how far it is in a log, which has no bar."""
+"""Lines of progress in a log, where long work has no progress bar: when the next one is due."""
 
 import time
 from collections.abc import Callable

@@ -28,7 +28,7 @@ PACKAGE = Path(__file__).parent
 
 
 class UnknownNameError(KeyError, ValueError):
-    """A name that nothing is registered under: a KeyError, as of any mapping, whose text is a sentence."""
+    """A name under which nothing is registered: a KeyError, as for any mapping, whose text is a sentence."""
 
     def __str__(self) -> str:
         return self.args[0]
@@ -48,7 +48,7 @@ class Registry(Mapping[str, Part]):
     def register(self, name: str | None = None) -> Callable[[Part], Part]:
         """A decorator that adds a class or a function under `name` and returns it as it is.
 
-        name: default the function's own, or the class's own with underscores: NormPower is "norm_power".
+        name: by default the function's name, or the class's name with underscores: NormPower is "norm_power".
         Raises ValueError for a name that is taken, unless by the same file, which is then run again.
         """
         if name is not None and not isinstance(name, str):
@@ -92,9 +92,9 @@ class Registry(Mapping[str, Part]):
 
 
 def registrations() -> int:
-    """How many registrations all registries have had from outside the package: it has grown where a file made one.
+    """How many registrations all registries have had from outside the package; it grows with each one.
 
-    What titans_jax itself registers, whenever a module of it is imported, does not count.
+    Registrations by titans_jax itself, when its modules are imported, do not count.
     """
     return _registrations
 

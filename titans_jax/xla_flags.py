@@ -1,15 +1,15 @@
-"""What XLA has to be told before it starts."""
+"""Flags of XLA that must be set before it starts."""
 
 import os
 from importlib.metadata import PackageNotFoundError, version
 
 FUSIONS = "--xla_cpu_experimental_ynn_fusion_type"
 FAULTY = ("0.10.2", "0.11.")
-"""How versions of jaxlib begin whose XLA may end a process in a segmentation fault on x86 processors."""
+"""Beginnings of the jaxlib versions whose XLA may end a process in a segmentation fault on x86 processors."""
 
 
 def avoid_faulty_reductions() -> None:
-    """Keep XLA for CPUs from YNNPACK's reductions, where jaxlib is one of `FAULTY` (jax issues 39257 and 40412).
+    """Keep XLA for CPUs from using YNNPACK's reductions, if jaxlib is one of `FAULTY` (jax issues 39257 and 40412).
 
     On some processors they end the process: a train step of the quickstart does. XLA reads its flags once, when a
     process first compiles, so this comes with the import of the package. A choice that is already in XLA_FLAGS stays.

@@ -384,3 +384,28 @@ def test_hugging_face_folders(tmp_path, refused, kind):
     (tmp_path / f"train-00001.{kind}").write_bytes(b"nothing of the kind")
     with refused(f"train-00001.{kind}", "cannot be read"):
         open_documents(config, "train")
+
+
+def test_texts_of_parquet_that_are_none(tmp_path, refused):
+    """Bytes that are not UTF-8 are treated as in any file, though the column's type says text; texts in a dictionary
+    are texts; what is absent or a number is refused."""
+    import pyarrow
+    import pyarrow.parquet
+
+    claimed = pyarrow.array([b"one", b"z\xffwei"], pyarrow.binary()).view(pyarrow.string())
+    columns = {"text": claimed, "coded": pyarrow.array(["a", "b"]).dictionary_encode(), "missing": ["a", None]}
+    for split in ("train", "validation"):
+        pyarrow.parquet.write_table(pyarrow.table(columns | {"id": [1, 2]}), tmp_path / f"{split}.parquet")
+    config = DataConfig(source="parquet", path=str(tmp_path))
+
+    def texts(**fields):
+        return list(open_documents(dataclasses.replace(config, **fields), "train"))
+
+    with refused("train.parquet, row 1 is not UTF-8 at byte 1", "data.errors='replace'"):
+        texts()
+    assert texts(errors="replace") == ["one", "z\ufffdwei"]
+    assert texts(text_field="coded") == ["a", "b"]
+    with refused("row 1 of group 0, has no text in 'missing' but None"):
+        texts(text_field="missing")
+    with refused("row 0 of group 0, has no text in 'id' but 1"):
+        texts(text_field="id")

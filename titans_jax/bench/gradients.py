@@ -1,8 +1,8 @@
 """`titans bench gradients`: how the norm of a fresh model's gradient grows with the length of the text it reads.
 
-A memory that is stable forgets what its weights were: however long the text, the gradient of the mean loss has about
-one size. Where each write magnifies the one before, the norm grows exponentially, and clipping leaves a random
-direction. One block of a small model, float32, the whole gradient through all writes.
+A stable memory forgets its earlier weights, so that the gradient of the mean loss has about the same size for any
+length of text. Where each write magnifies the one before, the norm grows exponentially, and clipping leaves a random
+direction. Measured is one block of a small model in float32, with the whole gradient through all writes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from titans_jax.models import check_model
 from titans_jax.training.run import abstract_model, make_init
 
 STYLES = ("-", "--", ":", "-.")
-"""Lines of the blocks, in their order; colours are the presets'."""
+"""Line styles of the blocks, in their order; colours stand for presets."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Measure the gradient's norm of fresh models of every block and preset on text, random and constant bytes."""
+    """Measure the norm of fresh models' gradients, for every block and preset, on text, random and constant bytes."""
 
     blocks: tuple[str, ...] = ("lmm", "mac", "mag", "mal")
     """Blocks that hold the memories."""
@@ -64,7 +64,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """The gradient's norm of one fresh model; growth: over that at the first of the lengths."""
+    """The norm of one fresh model's gradient; growth: this norm over the norm at the first of the lengths."""
 
     block: str
     preset: str
@@ -102,7 +102,7 @@ def main(options: Options) -> None:
 
 
 def check(options: Options) -> None:
-    """Refuse options that name nothing, or what is not there.
+    """Refuse empty lists and lengths below 2.
 
     Raises:
       ConfigError: names the field.
@@ -115,7 +115,7 @@ def check(options: Options) -> None:
 
 
 def made_texts(length: int) -> dict[str, np.ndarray]:
-    """Bytes [length] by what they are: Python's library, drawn evenly, and one byte for ever."""
+    """Bytes, int32 [length], by kind: text of Python's library, uniformly random, and constant."""
     written = ""
     for document in itertools.cycle(open_documents(DataConfig(), "validation")):
         written += document

@@ -1,8 +1,9 @@
-"""`titans bench hierarchy`: the gradient of a layer with local memories beside that of one memory with their chunk.
+"""`titans bench hierarchy`: time of the gradient of a layer with local memories, and of one memory with their chunk.
 
-Both layers have the same width and one kind of memory, both write every `chunk` tokens; TNT (arXiv 2511.07343) has the
-shards of a row written at once, and its long-range memory is read as it was. Calls of the two alternate, and the least
-counts, so that what else a machine does falls on both. Float32.
+Both layers have the same width and the same kind of memory, and both write every `chunk` tokens; with local memories
+(TNT, arXiv 2511.07343) all shards of a row are written at the same time, and the long-range memory is read as it was
+before. Calls of the two alternate, and the least time counts, so that other work on the machine affects both alike.
+Float32.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Options:
     """Time the gradient of a layer with local memories, and that of a layer with one memory of their chunk."""
 
     chunk: int = 8
-    """Tokens of a local chunk, and of the other layer's."""
+    """Tokens of a chunk, of the local memories and of the one memory."""
     shard: int = 2048
-    """Tokens of a shard, and of the global memory's chunk."""
+    """Tokens of a shard, and of a chunk of the global memory."""
     time: int = 8192
     """Tokens of the row."""
     num_heads: int = 4
@@ -39,7 +40,7 @@ class Options:
     expansion: int = 4
     """Hidden width of a memory over head_dim."""
     repeats: int = 3
-    """Calls of each layer; the least is printed."""
+    """Calls of each layer; the least time is printed."""
     output: str = "runs/bench_hierarchy"
     """Folder for hierarchy.csv."""
 
@@ -56,10 +57,10 @@ class Row:
 
 
 def main(options: Options) -> None:
-    """Time both, print and save.
+    """Time both layers, print and save the results.
 
     Raises:
-      ConfigError: the shard is no multiple of the chunk.
+      ConfigError: the shard is not a multiple of the chunk.
     """
     from rich.console import Console
 

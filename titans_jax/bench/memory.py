@@ -49,9 +49,9 @@ class Options:
     depth: int = 2
     """Matrices of the memory's network."""
     architecture: Literal["residual_mlp", "mlp", "linear", "gated_mlp"] | None = None
-    """What the memory computes; None is the preset's own."""
+    """The memory's network; None: the preset's own."""
     form: Literal["chunked", "associative", "recurrent"] = "chunked"
-    """Which implementation runs."""
+    """The form of the algorithm that is timed."""
     repeats: int = 7
     """Timed runs; the median is printed."""
     output: str = "runs/bench_memory"
@@ -106,7 +106,7 @@ def main(options: Options) -> None:
 
 
 def cases(options: Options) -> list[Options]:
-    """What is timed: one set of options, with every choice made, per row."""
+    """The cases to time, one per row of the table, as options with every choice made."""
     time = options.time or 4096
     if options.all:
         return [replace(options, preset=name, time=time) for name in PRESETS]
@@ -166,7 +166,7 @@ def gradient_of_everything(rule: memory.MemoryRule, form: str):
     rows = jax.vmap(jax.vmap(head))
 
     def loss(params, queries, keys, values, gates):
-        # One copy a row, as in a layer: its gradient would else be summed over devices at every chunk of the scan.
+        # One copy per row, as in a layer: otherwise its gradient would be summed over devices at every chunk.
         params = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(queries), *x.shape)), params)
         return jnp.sum(jnp.square(rows(params, queries, keys, values, gates)))
 

@@ -1,9 +1,10 @@
-"""`titans bench peer`: the memory, a training step and decoding beside titans-pytorch (0.5.5), on this machine.
+"""`titans bench peer`: the memory, a training step and decoding compared with titans-pytorch (0.5.5), on this machine.
 
-The peer has a Python of its own (`pip install titans-pytorch torch` in another environment). Both sides of a case are
-processes whose calls alternate, so that what else the machine does falls on both, and medians are compared. What it
-does by default is less: the inner gradients of a whole row are taken at the memory the row began with. With `exact`,
-they are taken where each chunk begins, as ours always are (its `batch_size` as long as a chunk).
+The peer, titans-pytorch, has a Python of its own (`pip install titans-pytorch torch` in another environment). Both
+sides of a case are processes whose calls alternate, so that other work on the machine affects both, and medians are
+compared. By default the peer does less work: it takes the inner gradients of a whole row at the memory with which the
+row began. With `exact` it takes them at the memory with which each chunk begins, as ours always does (its `batch_size`
+is then the length of a chunk).
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from titans_jax.training.run import count_params, init_model
 
 PROGRAM = Path(__file__).with_name("peer_program.py")
 WAIT = 0.2
-"""Seconds after a call: a library's threads wait actively for a moment, which would be the other's time."""
+"""Seconds to wait after a call: a library's threads spin for a moment, which would slow the other side down."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What both run: a memory layer's gradient, a training step of MAC, or a token more of it; float32."""
+    """A case that both sides run, in float32: the gradient of a memory layer, a training step of MAC, or the decoding
+    of one token by MAC."""
 
     kind: Literal["memory", "train", "decode"]
     time: int
-    """Tokens of a row; for decode, those read before."""
+    """Tokens of a row; for decode, the tokens read before."""
     expansion: int
     chunk_size: int
     moves_anchors: bool = True
-    """The peer: gradients at each chunk's start, not at the row's."""
+    """Whether the peer takes inner gradients at the start of each chunk, not at the start of the row."""
     batch: int = 2
     num_heads: int = 4
     head_dim: int = 64
@@ -82,16 +84,17 @@ CASES = (
 
 @dataclass(frozen=True)
 class Options:
-    """Time our layers and models beside those of titans-pytorch."""
+    """Compare the speed of our layers and models with titans-pytorch."""
 
     python: str
     """The Python of an environment in which titans-pytorch is installed."""
     kinds: tuple[Literal["memory", "train", "decode"], ...] = ("memory", "train", "decode")
     """Cases: a memory layer forward and backward, a MAC's training step, decoding."""
     exact: bool = False
-    """The peer, too, takes inner gradients where each chunk begins; its default is where the row begins."""
+    """titans-pytorch takes inner gradients at the start of each chunk, as ours does; its default is the start of the
+    row."""
     repeats: int = 7
-    """Calls of each; the medians are compared. A token is decoded 10 times as often."""
+    """Calls of each side; the medians are compared. Decoding has 10 times as many calls."""
     output: str = "runs/bench_peer"
     """Folder for peer.csv and peer.png."""
 
@@ -137,7 +140,7 @@ def main(options: Options) -> None:
 
 
 def measure(case: Case, options: Options) -> Row:
-    """Both of a case, one call after the other."""
+    """Time both sides of a case, with alternating calls."""
     ours = started(sys.executable, "titans_jax.bench.peer", case)
     with ours as (parameters, run), started(options.python, "peer_torch", case) as (their_parameters, run_theirs):
         calls = options.repeats * (10 if case.kind == "decode" else 1)
@@ -151,8 +154,8 @@ def measure(case: Case, options: Options) -> Row:
 
 @contextmanager
 def started(python: str, module: str, case: Case) -> Iterator[tuple[int, Callable[[], float]]]:
-    """The process of a case, by a module with a `make`: the number of its parameters, and what runs it once, in
-    seconds."""
+    """Start the process of a case, by a module with a `make`; yields the number of parameters, and a function that runs
+    one call and returns its seconds."""
     command = [python, str(PROGRAM), module, json.dumps(dataclasses.asdict(case))]
     try:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -186,7 +189,7 @@ def started(python: str, module: str, case: Case) -> Iterator[tuple[int, Callabl
 
 
 def make(case: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
-    """Our side of a case in a process of its own: how many parameters it has, and what is timed."""
+    """Our side of a case, in a process of its own: the number of parameters, and the call to time."""
     case = Case(**case)
     if case.kind == "decode":
         run = decoding(*init_model(case.model, seed=0), case.time, 2 * case.time)

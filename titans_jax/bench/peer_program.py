@@ -1,10 +1,10 @@
-"""What `titans bench peer` starts for each side of a case, in the Python of either: one call for each line it is sent.
+"""The program that `titans bench peer` starts for each side of a case, with that side's Python.
 
     python peer_program.py titans_jax.bench.peer '{"kind": "memory", "time": 1024, ...}'
 
-The module's `make` gives the number of parameters, which is printed once all is ready, and the call; for each line read
-it runs once, and the seconds it took are printed. Needs nothing by itself: PyTorch and JAX are in environments of
-their own.
+The module's `make` returns the number of parameters, which is printed once all is ready, and a call; for each line read
+from standard input the call runs once, and its seconds are printed. Only the standard library is imported here, as
+PyTorch and JAX are in separate environments.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""The peer of `titans bench peer`: titans-pytorch's memory layer and its MAC, with its defaults but for sizes.
+"""The peer of `titans bench peer`: titans-pytorch's memory layer and its MAC, with its defaults except for sizes.
 
-Run in an environment that has PyTorch, and imports nothing of titans_jax. Cases: the fields of `peer.Case`.
+It runs in an environment that has PyTorch, and imports nothing from titans_jax. A case has the fields of `peer.Case`.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from titans_pytorch import MemoryAsContextTransformer, MemoryMLP, NeuralMemory
 from torch import nn
 
 MOST_DECODED = 1024
-"""Tokens that may be decoded one by one."""
+"""The most tokens that may be decoded one by one."""
 
 
 def memory(case: dict[str, Any]) -> tuple[nn.Module, Callable[[], Any]]:
@@ -55,7 +55,7 @@ def train(case: dict[str, Any]) -> tuple[nn.Module, Callable[[], Any]]:
     """A MAC model, and a training step of AdamW."""
     model = transformer(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for parameter in model.parameters():  # the start of all heads' memories is one row of numbers, not theirs to move
+    for parameter in model.parameters():  # all heads' memories share one array as their start, which cannot be updated
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     tokens = torch.randint(0, 256, (case["batch"], case["time"] + 1))
 
@@ -69,7 +69,7 @@ def train(case: dict[str, Any]) -> tuple[nn.Module, Callable[[], Any]]:
 
 
 def decode(case: dict[str, Any]) -> tuple[nn.Module, Callable[[], Any]]:
-    """A MAC model, and the reading of one more token of one row, after `time` tokens; as its own `sample` does it."""
+    """A MAC model, and a call that decodes one more token of one row after `time` tokens, as its own `sample` does."""
     model = transformer(case).eval()
     tokens, cache = torch.randint(0, 256, (1, case["time"])), None
     longest = model.seq_len_with_longterm_mem(case["time"] + MOST_DECODED)
@@ -90,7 +90,7 @@ def decode(case: dict[str, Any]) -> tuple[nn.Module, Callable[[], Any]]:
 
 
 def make(case: dict[str, Any]) -> tuple[int, Callable[[], Any]]:
-    """How many parameters the model of a case has, and what is timed."""
+    """The number of parameters of a case's model, and the call to time."""
     torch.manual_seed(0)
     model, call = {"memory": memory, "train": train, "decode": decode}[case["kind"]](case)
     return sum(parameter.numel() for parameter in model.parameters()), call

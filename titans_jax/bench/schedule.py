@@ -1,8 +1,8 @@
-"""`titans bench schedule`: what the TPU compiler schedules for the fused kernel, in cycles per token of one head.
+"""`titans bench schedule`: the TPU compiler's schedule of the fused kernel, in cycles per token of one head.
 
 No TPU is needed, and the figures do not vary: they are rows of the final schedule, one cycle each, of one step of the
-kernel's grid, divided by the tokens that the step takes. They are the compiler's, not a clock's: what stalls on HBM is
-not in them. Every sequence here has a prime number of chunks, so that no loop over chunks hides its turns.
+kernel's grid, divided by the tokens of the step. They are counted, not measured: waiting for HBM is not included. Every
+sequence here has a prime number of chunks, so that no loop over chunks hides its turns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SLOTS = ("MXU", "VALU", "XLU", "VLOAD", "VSTORE", "VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclass(frozen=True)
 class Case:
-    """Memories of two matrices, so many sequences of so many heads; cycles per token of one head of a first draft, and
-    to reach: forward, and with the backward pass. None where nobody set one. Aims are Titans'."""
+    """Memories of two matrices, `rows` sequences of `heads` heads. draft, target: cycles per token of one head of a
+    first draft, and the aim, (forward, forward and backward), for Titans' rule; None where none was set."""
 
     head_dim: int
     chunk_size: int
@@ -38,7 +38,8 @@ class Case:
     target: tuple[float | None, float | None] = (None, None)
     preset: str = "titans"
     letter: bool = False
-    """As the papers print the rule; else as models have it by default: forgetting to its start, slopes bounded."""
+    """True: the rule as the papers print it; False: as models have it by default, which forgets towards the start and
+    bounds slopes."""
 
     def __str__(self) -> str:
         return f"{self.head_dim}, {self.head_dim * self.expansion}"
@@ -54,17 +55,18 @@ CASES = (
 
 @dataclass(frozen=True)
 class Options:
-    """Compile the fused kernel for TPUs and print its schedule, (head_dim, hidden) x chunk size; minutes a case."""
+    """Compile the fused kernel for TPUs and print its schedule, by (head_dim, hidden) and chunk size; a case takes
+    minutes."""
 
     topologies: tuple[str, ...] = ("v6e:1x1",)
-    """What to compile for, for example v6e:1x1 v5e:1x1 v5p:2x2x1."""
+    """Topologies to compile for, for example v6e:1x1 v5e:1x1 v5p:2x2x1."""
     chunk_sizes: tuple[int, ...] = ()
-    """Only cases with these chunk sizes; empty takes all."""
+    """Only cases with these chunk sizes; empty: all cases."""
     preset: str = "titans"
     """A preset of a deep memory, with its own retention gates and scalar step sizes."""
     letter: bool = False
-    """The rule as its paper prints it, forgetting to zero; else as models have it by default, forgetting to its start
-    and with slopes bounded."""
+    """True: the rule as its paper prints it, which forgets to zero; False: as models have it by default, which forgets
+    towards the start and bounds slopes."""
     output: str = "runs/bench_schedule"
     """Folder for schedule.csv and schedule.png."""
 
@@ -73,8 +75,8 @@ class Options:
 class Row:
     """One line of the table; figures are cycles per token of one head.
 
-    outside: what the training program does around the kernels, sums of gates most of all. xla_forward, xla_both: the
-    chunked form as XLA compiles it, by the compiler's estimates.
+    outside: the rest of the training program, around the kernels, mostly sums of gates. xla_forward, xla_both: the
+    chunked form as XLA compiles it. These three are the compiler's estimates.
     """
 
     preset: str
@@ -196,7 +198,7 @@ def rule_of(case: Case):
 
 
 def forward(case: Case, form: str, documents: bool = False):
-    """The reads of all heads, with a gate of every token. documents: the last argument says where they begin."""
+    """The function that reads all heads, with a gate per token. documents: its last argument says where they begin."""
     import jax
 
     from titans_jax import memory
@@ -212,7 +214,7 @@ def forward(case: Case, form: str, documents: bool = False):
 
 
 def gradient(case: Case, form: str, documents: bool = False):
-    """The gradient of a scalar of all reads, with respect to all that has one."""
+    """The gradient function of a scalar of all reads, with respect to all float arguments."""
     import jax
     import jax.numpy as jnp
 
@@ -221,7 +223,7 @@ def gradient(case: Case, form: str, documents: bool = False):
 
 
 def inputs(case: Case, mesh):
-    """Shapes of what `forward` takes, as a model has it: bfloat16 tokens [rows, time, heads, head_dim], all else
+    """Shapes of the arguments of `forward`, as in a model: tokens bfloat16 [rows, time, heads, head_dim], all else
     float32."""
     import jax
     import jax.numpy as jnp

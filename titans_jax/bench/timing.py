@@ -1,4 +1,4 @@
-"""What benchmarks measure with."""
+"""Timing functions of the benchmarks."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def matmul_peak(dtype: str = "float32", size: int = 2048) -> float:
-    """Operations per second of the best of some square matrix products."""
+    """Operations per second of the fastest of several square matrix products."""
     matrix = jnp.ones((size, size), dtype)
     product = jax.jit(jnp.matmul)
     return 2 * size**3 / min(seconds(lambda: product(matrix, matrix)) for _ in range(6))

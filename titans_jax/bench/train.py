@@ -96,7 +96,7 @@ def training_step(
 
 
 def decoding(graphdef: nnx.GraphDef, params: Any, context: int, longest: int) -> Callable[[], jax.Array]:
-    """The compiled reading of one more token of one row, `context` tokens of which are read; at most `longest`."""
+    """A compiled call that decodes one more token of one row, of which `context` tokens are read; at most `longest`."""
     read = jax.jit(lambda params, tokens, state: prefill(nnx.merge(graphdef, params), tokens, state)[1])
     step = jax.jit(
         lambda params, token, state: decode_step(nnx.merge(graphdef, params), token, state), donate_argnums=2

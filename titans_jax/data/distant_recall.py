@@ -3,8 +3,8 @@
     tokens    n n k1 v1 n n n n k2 v2 n ... n | k2 k1        n: any of the tokens that are neither key nor value
     targets   .  .  .  .  .  .  .  .  .  .  .  . | v2 v1     . is -1: not predicted
 
-Whatever the length, there are as many pairs, so that a longer sequence asks for the same number of facts over a greater
-distance. The noisy recall of MAD (arXiv 2403.17844) is alike, but asks at once and often.
+The number of pairs does not depend on the length, so that a longer sequence asks for the same number of facts over a
+greater distance. The noisy recall of MAD (arXiv 2403.17844) is similar, but asks throughout the sequence.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from titans_jax.data.errors import DataError
 class DistantRecall:
     """The sequences of one length.
 
-    Tokens are noise_size that are noise, then as many keys as values, pool_size of each. Within a sequence all keys
-    differ, and so do all values.
+    Token ids are, in this order, noise_size noise tokens, pool_size keys and pool_size values. Within a sequence all
+    keys differ, and so do all values.
 
     Raises:
       DataError: no such sequence has these sizes.
@@ -30,9 +30,9 @@ class DistantRecall:
     sequence_length: int
     """Tokens of a sequence, at least three per pair."""
     pool_size: int
-    """Tokens that are keys, and tokens that are values."""
+    """How many tokens are keys, and how many others are values."""
     noise_size: int
-    """Tokens that are neither."""
+    """How many tokens are neither keys nor values."""
 
     def __post_init__(self) -> None:
         for name, least in (("num_pairs", 1), ("noise_size", 1), ("pool_size", self.num_pairs)):
@@ -62,7 +62,7 @@ def distant_recall_sequences(task: DistantRecall, count: int, seed: int) -> dict
     targets = np.full(tokens.shape, -1, np.int32)
     keys, values = (_different(generator, count, task.pool_size, pairs) + task.noise_size for _ in range(2))
     values += task.pool_size
-    # Places of pairs that do not overlap: different numbers below context - pairs + 1, the i-th moved by i.
+    # Pairs must not overlap: their places are different sorted numbers, with i added to the i-th.
     places = np.sort(_different(generator, count, context - pairs, pairs), axis=1) + np.arange(pairs)
     np.put_along_axis(tokens, places, keys, axis=1)
     np.put_along_axis(tokens, places + 1, values, axis=1)

@@ -1,10 +1,10 @@
-"""DNA sequences with a class each: files of GUE and of GenomicsBenchmarks, and a tokenizer of one character a token.
+"""DNA sequences with a class each: files of GUE and of GenomicsBenchmarks, and a tokenizer of single characters.
 
     dataset = load_dataset("prom/prom_core_notata", "../shared/data/genomics")
     rows = dataset.rows("train")                # {"tokens", "segment_ids": [n, time], "targets": [n]}
 
-GUE (arXiv 2306.15006) has train, dev and test files `sequence,label`. GenomicsBenchmarks has train and test alone: a
-tenth of train is held out to choose parameters by, and never the test part, as HyenaDNA's protocol does.
+GUE (arXiv 2306.15006) has train, dev and test files `sequence,label`. GenomicsBenchmarks has train and test alone: here
+a tenth of train is held out to choose parameters by, while HyenaDNA's protocol chooses them by the test part.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from titans_jax.data.errors import DataError
 from titans_jax.data.sources import UNPACK
 
 PAD, OTHER, BASES = 0, 5, "ACGT"
-"""The padding token; that of a base that is not known (N and all letters but BASES); and those of tokens 1 to 4."""
+"""The padding token; the token of an unknown base (N and all letters but BASES); and the bases of tokens 1 to 4."""
 
 VOCABULARY = 6
 
 HELD_OUT = 10
-"""One in so many training sequences chooses parameters, where a dataset has no file for it."""
+"""One in this many training sequences is held out for validation, where a dataset has no file for it."""
 
 Split = Literal["train", "validation", "test"]
 
 FILES = {"train": ("train",), "validation": ("dev", "valid", "validation"), "test": ("test",)}
-"""Beginnings of file names of each split."""
+"""Names of the files of each split, up to the first dot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def load_dataset(name: str, folder: str) -> Dataset:
 
 
 def tokenize(sequence: str, length: int) -> np.ndarray:
-    """A token a base, int32 [length], padded on the left; upper and lower case are the same."""
+    """One token per base, int32 [length], padded on the left; upper and lower case are the same."""
     table = np.full(256, OTHER, np.int32)
     for place, base in enumerate(BASES, 1):
         table[[ord(base), ord(base.lower())]] = place
@@ -130,7 +130,7 @@ COLUMNS = (("sequence", "seq"), ("label", "labels"))
 
 
 def _hold_out(pairs: list[tuple[str, str]]) -> tuple[list, list]:
-    """Pairs to train on, and every tenth of a random order to choose parameters by."""
+    """Pairs to train on, and a random tenth of the pairs for validation."""
     order = np.random.default_rng(0).permutation(len(pairs))
     held = set(order[: max(len(pairs) // HELD_OUT, 1)].tolist())
     kept = [pair for number, pair in enumerate(pairs) if number not in held]

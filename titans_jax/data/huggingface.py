@@ -1,9 +1,9 @@
 """Hugging Face datasets on disk: the parquet or arrow files of a folder, by pyarrow.
 
-The extra `titans-jax[huggingface]` brings it. What `datasets` downloads or `save_to_disk` writes is such a folder.
+The extra `titans-jax[huggingface]` installs pyarrow. `datasets` downloads such folders, and `save_to_disk` writes them.
 Files whose names begin with "validation" are the validation documents, those with "test" are left out; where there are
-none, some documents are held out as from any source. Rows are read by their place: an arrow file's from the file, a
-parquet file's with the group of rows around it.
+none, some documents are held out as from any source. Rows have random access: in an arrow file each row is read from
+the memory-mapped file, in a parquet file with the whole group of rows that it is in.
 """
 
 from __future__ import annotations
@@ -50,17 +50,21 @@ def _parquet_rows(config: DataConfig, split: Split) -> Documents:
 
     def read(place: tuple[Path, int, int]) -> str:
         file, group, row = place
-        text = _texts(file, group, config.text_field)[row].as_py()
-        if not isinstance(text, str):
-            raise DataError(f"{file}, row {row} of group {group}, has no text in {config.text_field!r} but {text!r}")
-        # A file may claim to hold text and hold other bytes, which as_py refuses; half surrogates cannot be in it.
-        return decode(text.encode("utf-8", "surrogatepass"), f"{file}, row {row}", 0, config.errors)
+        value = _texts(file, group, config.text_field)[row]
+        if isinstance(value, pyarrow.DictionaryScalar):
+            value = value.value
+        if not isinstance(value, pyarrow.StringScalar) or not value.is_valid:
+            raise DataError(
+                f"{file}, row {row} of group {group}, has no text in {config.text_field!r} but {value.as_py()!r}"
+            )
+        # The bytes, as a file may claim to hold text and hold other bytes, which as_py refuses.
+        return decode(value.as_buffer().to_pybytes(), f"{file}, row {row}", 0, config.errors)
 
     return Documents(places, read, of_split)
 
 
 def _named(file: Path, folder: Path) -> str:
-    """The split that a file's path below the folder names: "train" unless it says another one."""
+    """The split that a file's path below the folder names: "train" unless it names another."""
     below = file.relative_to(folder).parts if folder.is_dir() else (file.name,)
     for split in ("validation", "valid", "test"):
         if any(part.startswith(split) for part in below):
@@ -69,7 +73,7 @@ def _named(file: Path, folder: Path) -> str:
 
 
 def _group_sizes(file: Path, config: DataConfig) -> list[int]:
-    """Rows of each group of a file, which has the text field."""
+    """Number of rows in each group of a file; raises DataError where the file has no column for the text."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -98,7 +102,7 @@ def _texts(file: Path, group: int, field: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _arrow_table(file: Path) -> pyarrow.Table:
-    """A file of `datasets`, which is a stream, or one with an index; mapped, not read."""
+    """An arrow file, memory-mapped: in the streaming format, which `datasets` writes, or the random-access format."""
     import pyarrow
 
     source = pyarrow.memory_map(str(file))

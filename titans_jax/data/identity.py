@@ -1,6 +1,6 @@
-"""Which text a run learns from: what a checkpoint keeps of it, so that another text is noticed when the run goes on.
+"""The identity of a run's text: a checkpoint stores it, so that a run that goes on notices when the text is another.
 
-The text itself is compared, not names or dates of files: a folder may move, and be packed or copied.
+The text itself is compared, not names or dates of files: a folder may be moved, compressed or copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def identify(config: DataConfig, train: Statistics, validation: Statistics) -> dict[str, Any]:
-    """What a checkpoint keeps: documents, bytes and fingerprint of both splits, and whose standard library it is."""
+    """The identity to store: documents, bytes and fingerprint of both splits, and Python's version for its library."""
     splits = {"train": train, "validation": validation}
     found: dict[str, Any] = {
         name: {"documents": split.num_documents, "bytes": split.num_bytes, "fingerprint": split.fingerprint}
@@ -30,10 +30,10 @@ def check_same_text(config: DataConfig, saved: dict[str, Any], now: dict[str, An
     """Refuse text that is not the one a checkpoint was trained on.
 
     Args:
-      saved, now: what `identify` returned then, and returns now.
+      saved, now: the identities (`identify`) of the checkpoint's text and of the present text.
 
     Raises:
-      DataError: names the split that differs, and what is known of both texts.
+      DataError: names the split that differs, with the counts of both texts.
     """
     for name in ("train", "validation"):
         if saved[name]["fingerprint"] == now[name]["fingerprint"]:

@@ -3,7 +3,7 @@ compression; selective copying.
 
     sequences = mad_sequences(SETTINGS["fuzzy-in-context-recall"], count=100, seed=1, asked=True)
 
-Every setting of `SETTINGS` is the task's baseline; `CHANGES` has what MAD changes of it, one value at a time.
+`SETTINGS` has the baseline of every task; `CHANGES` has the values that MAD varies from it, one at a time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class MadSetting:
     length: int = 128
     train_sequences: int = 12800
     copies: int = 16
-    """Tokens to copy, of selective copying."""
+    """Selective copying: how many tokens are copied."""
     noise: float = 0.2
-    """Share of pairs that are noise, of noisy recall."""
+    """Noisy recall: the share of pairs that are noise."""
     noise_tokens: int = 16
-    """Tokens of the vocabulary that are noise, of noisy recall."""
+    """Noisy recall: how many tokens of the vocabulary are noise."""
     motif: int = 3
-    """Longest key and value, of fuzzy recall."""
+    """Fuzzy recall: the greatest length of a key or value, in tokens."""
 
     def __post_init__(self) -> None:
         if self.task not in GENERATORS:
@@ -49,8 +49,8 @@ class MadSetting:
 
     @property
     def shortest(self) -> int:
-        """The least length: copying has its tokens twice and one between; fuzzy recall has three of its longest pairs,
-        the others two pairs of tokens."""
+        """The least length: selective copying has its tokens twice and one token between; fuzzy recall has three of its
+        longest pairs; the other tasks have two pairs of tokens."""
         return {"selective-copying": 2 * self.copies + 1, "fuzzy-in-context-recall": 6 * self.motif}.get(self.task, 4)
 
 
@@ -60,11 +60,11 @@ Generator = np.random.Generator
 def mad_sequences(setting: MadSetting, count: int, seed: int, asked: bool) -> dict[str, np.ndarray]:
     """`count` sequences; the same seed gives the same ones.
 
-    asked: targets only where an answer is wanted, and the keys of fuzzy recall at their longest; else, in the three
-    recall tasks, every next token is a target, padding too, as MAD trains.
+    asked: True for evaluation: targets only where an answer is wanted, and all keys of fuzzy recall at their greatest
+    length. False for training as in MAD: in the three recall tasks every next token is a target, padding too.
 
     Returns:
-      {"tokens", "targets"}, int32 [count, length]; a target of -1 is not asked for.
+      {"tokens", "targets"}, int32 [count, length]; -1 is no target.
     """
     generator = np.random.default_rng(seed)
     rows = [GENERATORS[setting.task](setting, generator, asked) for _ in range(count)]
@@ -76,12 +76,12 @@ Row = tuple[list[int], list[int]]
 
 
 def in_context_recall(setting: MadSetting, generator: Generator, asked: bool) -> Row:
-    """Keys in the lower half of the vocabulary, values in the upper; asked whenever a key came before."""
+    """Keys in the lower half of the vocabulary, values in the upper; a value is asked for if its key came before."""
     return _pairs(setting, generator, asked, setting.vocab_size, 0.0)
 
 
 def noisy_recall(setting: MadSetting, generator: Generator, asked: bool) -> Row:
-    """The same with pairs of noise tokens, the last of the vocabulary, in between."""
+    """In-context recall with pairs of noise tokens (the last of the vocabulary) in between."""
     return _pairs(setting, generator, asked, setting.vocab_size - setting.noise_tokens, setting.noise)
 
 
@@ -96,7 +96,7 @@ def _pairs(setting: MadSetting, generator: Generator, asked: bool, vocabulary: i
             tokens += generator.integers(vocabulary, setting.vocab_size, size=2).tolist()
             targets += [-1, -1]
             continue
-        # The last key is one that was seen.
+        # The last key is one that was shown before.
         key = int(generator.choice(list(known))) if last and known else int(keys[number])
         targets += [known.get(key, -1), -1]
         tokens += [key, known.setdefault(key, int(values[number]))]
@@ -117,7 +117,7 @@ def fuzzy_recall(setting: MadSetting, generator: Generator, asked: bool) -> Row:
         return tuple((first + generator.permutation(end - first)[:size]).tolist())
 
     def add(key: tuple[int, ...], value: tuple[int, ...]) -> None:
-        # A token is asked for at the one before it.
+        # The target for a token stands at the token before it.
         targets.extend([-1] * (len(key) - 1) + (list(value) if key in shown else [-1] * len(value)) + [-1])
         tokens.extend(key + value)
         shown.add(key)
@@ -125,7 +125,7 @@ def fuzzy_recall(setting: MadSetting, generator: Generator, asked: bool) -> Row:
     last = draw(0, pad // 2, asked)
     values = {last: draw(pad // 2, pad, False)}
     room = setting.length - len(last) - len(values[last]) - 2 * setting.motif
-    # From this place on the last pair is the next to be shown: the longest pair in between leaves it room.
+    # The first pair at or after this place is the last pair: even the longest pair before it leaves room for it.
     place = generator.integers(room - 2 * setting.motif + 1)
     while len(tokens) < room:
         key = last if last not in shown and len(tokens) >= place else draw(0, pad // 2, asked)
@@ -149,9 +149,10 @@ def memorization(setting: MadSetting, generator: Generator, asked: bool) -> Row:
 
 @functools.lru_cache(maxsize=8)
 def memorized(vocab_size: int) -> np.ndarray:
-    """The value of every key 0, 1, ... of memorization, each another one: int64 [(vocab_size - 1) // 2].
+    """The value of each key 0, 1, ... of memorization, no two the same: int64 [(vocab_size - 1) // 2].
 
-    MAD's own map: keys and the values behind them, both shuffled, are paired in order, and one value may be left over.
+    This is MAD's map: the keys, and the tokens after them as values, are both shuffled and then paired in order; one
+    value may be left over.
     """
     generator, half = np.random.default_rng(MAP_SEED), (vocab_size - 1) // 2
     keys, values = list(range(half)), list(range(half, vocab_size - 1))
@@ -163,7 +164,7 @@ def memorized(vocab_size: int) -> np.ndarray:
 
 
 def compression(setting: MadSetting, generator: Generator, asked: bool) -> Row:
-    """Random tokens, then the compress token (the last of the vocabulary): all are asked back, this one too."""
+    """Random tokens, then the compress token (the last of the vocabulary); all of them are targets, this one too."""
     last = setting.vocab_size - 1
     tokens = [*generator.integers(last, size=setting.length - 1).tolist(), last]
     return tokens, tokens
@@ -172,7 +173,7 @@ def compression(setting: MadSetting, generator: Generator, asked: bool) -> Row:
 def selective_copying(setting: MadSetting, generator: Generator, asked: bool) -> Row:
     """Tokens with blanks before them, the copy token, and as many blanks to fill in as there were tokens.
 
-    Every blank is before a token drawn uniformly, so that the last token stands right before the copy token.
+    Each blank is inserted before a token that is drawn uniformly, so that no blank stands right before the copy token.
     """
     blank, copy = setting.vocab_size - 2, setting.vocab_size - 1
     wanted = generator.integers(blank, size=setting.copies)
@@ -213,7 +214,7 @@ CHANGES: dict[str, dict[str, tuple]] = {
     "compression": {"vocab_size": (32, 64, 128), "length": (64, 128, 256), **_LESS},
     "selective-copying": {"copies": (32, 64, 96), "length": (512, 1024), "vocab_size": (32, 64, 128), **_LESS},
 }
-"""What is changed of a baseline, one value at a time."""
+"""By task, the fields of the baseline that are varied, one value at a time."""
 
 
 def settings(task: str) -> dict[str, MadSetting]:

@@ -1,17 +1,17 @@
 """Packing: documents become one array of tokens, and an index says which tokens each row takes.
 
 The array of a split is  b document 0 b document 1 b ... b  with b the token between documents. A document's inputs are
-its b and its tokens, its targets the same one further on: its tokens and the next b. So every input has a target, every
-token is predicted once, and the first token of a document is predicted from b alone.
+the b before it and its tokens; its targets, shifted by one, are its tokens and the b after it. So every input has a
+target, every token is predicted once, and the first token of a document is predicted from b alone.
 
     "stream"      the inputs of all documents, one after another, cut every `sequence_length`: one segment a row, which
                   runs across documents; nothing is padded but the end of the last row
     "documents"   documents keep apart: each is a segment of its own, or several where it is longer than a row; segments
                   are placed at multiples of `align`, the longest first, each into the fullest row that has room for it
 
-Grain's best-fit packing finds as many rows (15,137 of 2,048 tokens for the default data, align 64) if given a bin for
-each, in 3.2 s against 0.01 s, breaks ties otherwise (95 % of the rows are the same), and gives an iterator; here rows
-have random access, so that they are shuffled as a whole, shared among processes and resumed by one number.
+Grain's best-fit packing, given one bin per row, needs as many rows (15,137 of 2,048 tokens for the default data, align
+64), takes 3.2 s instead of 0.01 s, breaks ties differently (95 % of the rows are the same), and gives an iterator; here
+rows have random access, so that they are shuffled as a whole, shared among processes and resumed by one number.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ from titans_jax.data.sources import PART, Documents
 from titans_jax.data.tokenizers import Tokenizer
 
 IN_MEMORY = 1 << 26
-"""Bytes of tokens beyond which they are kept in a file."""
+"""More bytes of tokens than this are kept in a file."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """The tokens of a split.
 
-    tokens      uint16 or int32 [tokens], as the module describes; many are a file's, which is read where needed
-    separators  int64 [documents + 1], where the tokens between documents are
+    tokens      uint16 or int32 [tokens], laid out as the module describes; a large array is a memory-mapped file
+    separators  int64 [documents + 1], the places of the tokens between documents
     num_bytes   length of the text in UTF-8
-    hashed      SHA-256 of the tokens, where it was taken when they were written
+    hashed      the hash object (SHA-256) of the tokens, where it was computed as they were written; else None
     """
 
     tokens: np.ndarray
@@ -88,7 +88,7 @@ class Rows(Sequence[dict[str, np.ndarray]]):
 
 
 def lay_out(placed: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> dict[str, np.ndarray]:
-    """The row of `Rows.placed` pieces, as `Rows` gives it; of none, a row of padding."""
+    """The row made of the pieces of `Rows.placed`, as in `Rows`; without pieces, a row of padding."""
     tokens = np.zeros(sequence_length, np.int32)
     targets = np.full(sequence_length, -1, np.int32)
     segment_ids = np.zeros(sequence_length, np.int32)
@@ -101,11 +101,11 @@ def lay_out(placed: Iterable[tuple[int, np.ndarray]], sequence_length: int) -> d
 
 
 def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: bool = True) -> Corpus:
-    """Tokenize every document once, part by part, 2 bytes a token (4 beyond 65,536).
+    """Tokenize every document once, part by part; a token takes 2 bytes (4 where the vocabulary exceeds 65,536).
 
-    More than `IN_MEMORY` bytes of tokens go to a nameless file where temporary files lie (TMPDIR), which is gone with
-    the process; each process has its own. Text that is too much for that is tokenized once for all by `prepare`. Empty
-    documents drop out. With `show_progress` a progress bar appears after 2 seconds.
+    More than `IN_MEMORY` bytes of tokens go to an unnamed temporary file (in TMPDIR), which disappears with the
+    process; each process has its own. Use `prepare` for text that is too large to be tokenized at every start. Empty
+    documents are left out. With `show_progress` a progress bar appears after 2 seconds.
 
     Raises:
       DataError: the file cannot be written.
@@ -172,17 +172,17 @@ def count_utf8(text: str) -> int:
 
 
 def parts_of(documents: Sequence[str], index: int) -> Iterator[str]:
-    """The text of a document in parts, none of which need be long."""
+    """The text of a document in parts, which are short where the source can give short ones."""
     if isinstance(documents, Documents):
         return documents.parts(index)
     return iter([documents[index]])
 
 
 def stretches(parts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """A document's text, (preceding, text) by stretch: long texts are cut behind a line's end, or else a space.
+    """A document's text as stretches (preceding, text): long texts are cut after a line end, or else after a space.
 
-    preceding: the character before the text, "" for the first one. `encode_after` gives the tokens of all stretches as
-    those of the whole, where a tokenizer never joins what is on both sides of such a cut.
+    preceding: the character before the stretch, "" for the first one. `encode_after` then gives the same tokens as for
+    the whole text, provided that no token of the tokenizer spans such a cut.
     """
     held, preceding = "", ""
     for part in parts:
@@ -197,7 +197,10 @@ def stretches(parts: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def encode_after(tokenizer: Tokenizer, preceding: str, text: str) -> np.ndarray:
-    """Tokens of a text as they are behind a character, int32 [tokens]: some tokenizers put a space before all."""
+    """Tokens of a text that follows the character `preceding`, int32 [tokens].
+
+    The character matters because some tokenizers put a space before whatever they encode.
+    """
     if preceding:
         first, both = tokenizer.encode(preceding), tokenizer.encode(preceding + text)
         if np.array_equal(both[: len(first)], first):
@@ -206,7 +209,7 @@ def encode_after(tokenizer: Tokenizer, preceding: str, text: str) -> np.ndarray:
 
 
 def pack(corpus: Corpus, *, sequence_length: int, packing: str, align: int = 1) -> Rows:
-    """Lay the corpus out in rows, in an order and places that depend on nothing else.
+    """Lay the corpus out in rows; the layout depends on nothing but the arguments.
 
     Args:
       sequence_length: tokens of a row.

@@ -33,7 +33,7 @@ class Share:
 
     @property
     def rows(self) -> range:
-        """Their places in the batch."""
+        """The places of these rows in the batch."""
         return range(
             self.process * self.batch_size // self.processes, (self.process + 1) * self.batch_size // self.processes
         )
@@ -67,7 +67,7 @@ class Statistics:
 
     @classmethod
     def together(cls, parts: Sequence["Statistics"]) -> "Statistics":
-        """The counts of several sources, one after another; of one, its own."""
+        """The counts of several sources together; for a single one, its own."""
         if len(parts) == 1:
             return parts[0]
         return cls(
@@ -116,8 +116,8 @@ class TrainBatches(Iterator[Batch]):
     """Endless batches of this process: {"tokens", "targets", "segment_ids"}, int32 [batch_size / processes, time].
 
     A thread reads ahead. `get_state()` is the position after the batches handed out so far, in rows of all processes
-    together: {"next_row": 24}. Given to `set_state` of an iterator over the same data, seed and sequence length, the
-    same batches follow, bit for bit, also with another number of processes.
+    together: {"next_row": 24}. After `set_state` with it, an iterator over the same data, seed and sequence length
+    continues with the same batches, bit for bit, even with another number of processes.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class TrainBatches(Iterator[Batch]):
         seed: int,
         weights: Sequence[float] | None = None,
     ):
-        """weights: of the parts of `rows`, a `Joined`, whose epochs then are their own: of every stretch of rows each
-        part has its share, rounded."""
+        """weights: one for each part of `rows`, which must then be a `Joined`. Each part has epochs of its own, and
+        its share of any stretch of rows is in proportion to its weight, rounded."""
         import grain  # takes a second, which generation from a trained model need not wait for
 
         self.statistics = statistics
@@ -182,7 +182,7 @@ class TrainBatches(Iterator[Batch]):
 
 
 class ValidationBatches:
-    """All rows of the validation split once, in one fixed mixed order, as often as it is iterated over.
+    """All rows of the validation split, in one fixed random order; every iteration is one pass over them.
 
     Batches are as in training. The order, which depends on no setting, makes the first few batches a fair sample; rows
     of padding fill the last batch.

@@ -1,9 +1,9 @@
 """Documents to rows of tokens on disk, once for all starts: `titans data prepare`.
 
-The text is cut into portions; a process tokenizes a portion, packs it and writes it as a shard (stored.py). Shards, and
-a note beside each of what it holds, are put in place whole, so that a stop at any moment costs the portions that were
-being written: the same command goes on. Portions depend on the text and `shard_bytes` alone, never on how many
-processes there are.
+The text is cut into portions; a process tokenizes a portion, packs it and writes it as a shard (stored.py). Each shard,
+and a note beside it that describes its content, is put in place whole, so that a stop at any moment loses only the
+portions being written; the same command then goes on. Portions depend on the text and `shard_bytes` alone, never on how
+many processes there are.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from titans_jax.config import DataConfig
 
 SETTINGS = "prepare.json"
-"""In a folder that is not finished: what it is being made from."""
+"""The file in an unfinished folder with the settings that it is being prepared with."""
 WRITER = "group_size:1"  # a record can be read without others
 
 
 @dataclass(frozen=True)
 class Portion:
-    """What becomes a shard."""
+    """The text of one shard."""
 
     split: Split
     number: int
@@ -85,14 +85,14 @@ def prepare(
     shard_bytes: int = 1 << 26,
     say: Callable[[str], None] = print,
 ) -> Index:
-    """Write the documents of a configuration as rows, ready for `data.source` "tokens"; goes on where it was stopped.
+    """Write the documents of a configuration as rows for `data.source` "tokens", or continue where that was stopped.
 
     Args:
       folder: a new or empty one, or one that the same configuration was being prepared in.
       align: as in `pack`.
-      workers: processes; None is one per core that this one may use, 1 none but this one.
+      workers: number of processes; None: one for each core that this process may use; 1: this process alone.
       shard_bytes: characters of text in a shard, at least 1.
-      say: told, in one line, how far it has come, where the error stream is no terminal.
+      say: called with a line of progress from time to time, where standard error is no terminal.
 
     Returns:
       The index of the finished folder.
@@ -142,17 +142,17 @@ def prepare(
 
 
 def require_text(num_bytes: int, split: Split, config: DataConfig) -> None:
-    """Refuse a split whose documents have so many bytes of text, if that is none.
+    """Refuse a split without text.
 
     Raises:
-      DataError: there is no text.
+      DataError: `num_bytes`, the bytes of text in the split's documents, is 0.
     """
     if not num_bytes:
         raise DataError(f"the {split} documents of {describe_source(config)} hold no text: give more of it")
 
 
 def _begin(target: epath.Path, folder: str, settings: dict[str, Any]) -> None:
-    """See that the folder is new, or that the same was begun in it."""
+    """Check that the folder is new or empty, or was begun with the same settings, and write the settings to it."""
     try:
         there = target.exists()
     except ImportError as error:
@@ -178,7 +178,7 @@ def _begin(target: epath.Path, folder: str, settings: dict[str, Any]) -> None:
 def _portions(
     split: Split, documents: Sequence[str], shard_bytes: int, told: Callable[[int], None]
 ) -> Iterator[Portion]:
-    """The text of a split in portions of `shard_bytes` characters or a few more; `told` how many documents are read."""
+    """The text of a split in portions of `shard_bytes` characters or a few more; `told` gets the count of documents."""
     texts: list[tuple[str, str, bool]] = []
     number = size = 0
     for index in range(len(documents)):
@@ -198,7 +198,7 @@ def _portions(
 
 
 def _done(target: epath.Path, portion: Portion) -> Shard | None:
-    """The shard of a portion that an earlier start wrote, if it was of the same text and is there as it was."""
+    """The shard that an earlier start wrote for this portion, if the text and the file's size are still the same."""
     note, file = target / f"{portion.name}.json", target / portion.name
     if not note.exists() or not file.exists():
         return None
@@ -257,8 +257,8 @@ def write_shard(folder: str, tokenizer: Tokenizer, settings: dict[str, Any], por
 def _corpus(portion: Portion, tokenizer: Tokenizer) -> tuple[Corpus, int]:
     """A portion's tokens, and how many documents end in it.
 
-    A document that an earlier portion began goes on from its last token; one that a later portion ends has no border
-    behind it: its last token is predicted here and read there.
+    A document that began in an earlier portion starts with the last token of that portion. A document that goes on in a
+    later portion has no separator after it: its last token here is only a target, and there it is the first input.
     """
     dtype = token_dtype(tokenizer)
     separator = np.array([tokenizer.eos_id], dtype)
@@ -297,7 +297,7 @@ def _work(portion: Portion) -> Shard:
 
 
 def _there(shard: Shard) -> Future[Shard]:
-    """A future that is there."""
+    """A future that is done already."""
     future: Future[Shard] = Future()
     future.set_result(shard)
     return future
@@ -335,7 +335,7 @@ def _result(shard: Future[Shard]) -> Shard:
 
 
 class _progress:
-    """Says how far it has come: a bar on a terminal, else a line every 30 seconds."""
+    """Shows the progress: a bar on a terminal, else a line every 30 seconds."""
 
     def __init__(self, documents: dict[str, Sequence[str]], say: Callable[[str], None]):
         from rich.console import Console

@@ -4,7 +4,7 @@
     targets   .  .  .  .  .  . | 58 .  .  .  41 .  .  .  33 .        . is -1: not predicted
 
 The protocol of Zoology (Arora et al., arXiv 2312.04927, 4.1 and appendix C), with blank tokens between the queries as
-in its Figure 2. A model that answers must have kept every pair: how many it can keep is what its state size buys.
+in its Figure 2. To answer all queries a model must have kept every pair; its state size limits how many it can keep.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class RecallTask:
     sequence_length: int
     """Tokens of a sequence, an even number, at least four per pair."""
     vocab_size: int
-    """Tokens in all: the blank, keys and values. Zoology has more of them than sequence_length; two per pair and two
-    others are enough for a sequence."""
+    """Tokens in all: the blank, keys and values. Zoology uses more tokens than sequence_length; the least is two per
+    pair and two others."""
     power: float = 0.01
     """Exponent of the power law, as Zoology counts it: near 0 queries crowd behind the pairs, 1 spreads them evenly."""
     random_fill: bool = False
@@ -98,9 +98,9 @@ def recall_sequences(task: RecallTask, count: int, seed: int) -> dict[str, np.nd
 
 
 def _choose(generator: np.random.Generator, log_weights: np.ndarray, count: int, size: int) -> np.ndarray:
-    """`count` draws of `size` different indices of log_weights, one after another by weight: int32 [count, size].
+    """`count` draws of `size` indices, by weight and without replacement, in the order drawn: int32 [count, size].
 
-    The largest of log weights with Gumbel noise are such a draw, in the order drawn.
+    The indices of the largest log weights after adding Gumbel noise are such a draw.
     """
     noisy = log_weights + generator.gumbel(size=(count, len(log_weights)))
     return np.argsort(-noisy, axis=1)[:, :size].astype(np.int32)

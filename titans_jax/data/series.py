@@ -3,8 +3,8 @@
     series = load_series("ETTh1", "../shared/data/ett/ETTh1.csv.gz")
     windows = series.windows("test", look_back=96, horizon=96)        # every window, stride 1
 
-The borders and the scaling are those of iTransformer and the Time Series Library: ETT of hours takes 12, 4 and 4 months
-of 30 days to train, validate and test, ETT of minutes the same four times as fine, others 70, 10 and 20 % of the rows;
+The borders and the scaling are those of iTransformer and the Time Series Library: hourly ETT has 12, 4 and 4 months of
+30 days to train, validate and test, quarter-hourly ETT the same months, and other tables 70, 10 and 20 % of the rows;
 validation and test begin a look-back earlier; and every channel has mean 0 and deviation 1 over the training rows.
 """
 
@@ -27,8 +27,8 @@ Split = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """A scaled table. values: float32 [time, channels]; borders: the first row and the one behind the last, by split,
-    without the look-back; mean, deviation: [channels], of the training rows as they are in the file."""
+    """A scaled table. values: float32 [time, channels]; borders: by split, the first row and the one after the last,
+    without the look-back; mean, deviation: [channels], of the unscaled training rows."""
 
     name: str
     values: np.ndarray
@@ -40,7 +40,7 @@ class Series:
         """Every window of a split, one starting at each row.
 
         Raises:
-          DataError: the split is shorter than one.
+          DataError: the split is shorter than one window.
         """
         first, end = self.borders[split]
         first = max(first - look_back, 0)
@@ -64,7 +64,7 @@ class Windows:
     horizon: int
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What the windows of these numbers hold, float32: [n, look_back, channels], and [n, horizon, channels]."""
+        """The rows of the windows with these numbers, float32: [n, look_back, channels] and [n, horizon, channels]."""
         rows = (self.first + np.asarray(which))[:, None] + np.arange(self.look_back + self.horizon)
         found = self.values[rows]
         return found[:, : self.look_back], found[:, self.look_back :]
@@ -74,7 +74,7 @@ class Windows:
 def load_series(name: str, path: str) -> Series:
     """The table in a .csv or .csv.gz file: a header, then a date and a number per channel in every row.
 
-    name: ETTh and ETTm at its beginning choose the borders.
+    name: one that begins with ETTh or ETTm selects the borders of ETT.
 
     Raises:
       DataError: there is no such file, or it is no such table.

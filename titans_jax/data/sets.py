@@ -4,10 +4,10 @@
     titans data fetch piqa boolq            what is not there, from its official address, or --path FILE_OR_ADDRESS
     titans data fetch piqa --path my.jsonl  a file of one's own in its place
 
-A set is one file in that folder, or a folder of several. It is fetched whole, compared with the sha256 that is known of
-its address (those of tensorflow_datasets' tables, and of what others have recorded), brought into the fields that are
-read, and put into place last: a fetch that fails leaves nothing. Sets that need a builder are built by
-tensorflow_datasets. A few have no address that gives them in this form; the user brings these with --path.
+A set is one file in that folder, or a folder of several. It is fetched whole, compared with the SHA-256 that is known
+for its address (from tensorflow_datasets' tables, or recorded by others), converted to the fields that are read, and
+put into place last: a fetch that fails leaves nothing. Sets that need a builder are built by tensorflow_datasets. A few
+have no address that gives them in this form; the user gives a file of these with --path.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from titans_jax.data.errors import DataError
 from titans_jax.registry import did_you_mean
 
 PACKED = ("", ".gz", ".xz")
-"""Endings with which a file may lie there; it is fetched without."""
+"""Suffixes that a set's file may have after its name in `SETS`; a fetched file keeps that of its source."""
 TIMEOUT = 60.0
-"""Seconds without an answer."""
+"""Seconds without an answer after which a fetch fails."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class DataSet:
     """One file, or a folder of several, what it is, and where it comes from."""
 
     file: str
-    """In the folder of data sets: a file, which may lie there packed (.gz, .xz) and, with a * in its name, in several
-    pieces; or a folder."""
+    """Path in the folder of data sets: of a file, which may be compressed there (.gz, .xz) and, with a * in its name,
+    in several pieces; or of a folder."""
     what: str
     address: str | None = None
     sha256: str | None = None
-    """That of what the address gives, of several files one after another; None where nobody recorded it."""
+    """SHA-256 of the download, for several files over all of them in order; None where nobody recorded it."""
     member: str | None = None
     """The file in the archive that the address gives."""
     labels: str | None = None
@@ -52,9 +52,9 @@ class DataSet:
     builder: str | None = None
     """A builder of tensorflow_datasets, where there is no address: "name:split"."""
     convert: Callable[[Any], dict[str, Any]] | None = None
-    """A record of the builder -> a record of the file."""
+    """Converts a record of the builder to a record of the file."""
     parts: tuple[str, ...] = ()
-    """The files of a folder, below the address as below the folder."""
+    """Where the set is a folder: the paths of its files, the same below the address as below the folder."""
 
     @property
     def source(self) -> str:
@@ -189,26 +189,26 @@ SETS: dict[str, DataSet] = {
 
 
 def find_file(folder: Path, file: str) -> Path | None:
-    """The file of that name in a folder, as it is or packed, or the folder of that name; of several pieces the first;
-    None where there is none."""
+    """The path of a file or folder in `folder`, where a file may be compressed: the first of several pieces, None where
+    there is none."""
     return next((found for ending in PACKED for found in sorted(folder.glob(file + ending))), None)
 
 
 def file_or_place(folder: str, file: str) -> str:
-    """The file of that name in a folder, as `find_file` has it; where there is none, the one that should be there."""
+    """The path that `find_file` gives; where there is no such file, the path at which it should be."""
     return str(find_file(Path(folder), file) or Path(folder) / file)
 
 
 def fetch(name: str, folder: Path, path: str | None = None, track: Callable[..., Any] = lambda it, **_: it) -> Path:
-    """Bring a set into the folder, and return its file, or its own folder; what is there already, if it is.
+    """Bring a set into the folder, and return the path of its file or folder; without `path`, keep one that is there.
 
     Args:
-      path: a file or an address to take it from, in place of its own, or of a set of several files a folder; then
-        nothing is known of its sha256.
+      path: a file or an address to take the set from instead of its own (for a set of several files, a folder); its
+        SHA-256 is then not checked.
       track: shows the progress of an iterator over parts, as rich.progress.track.
 
     Raises:
-      DataError: there is no such set, or it cannot be had: one sentence with the address.
+      DataError: there is no such set, or it cannot be fetched or built: one sentence with the address.
     """
     if name not in SETS:
         raise DataError(f"there is no data set {name!r}; use {', '.join(SETS)}{did_you_mean(name, SETS)}")
@@ -240,7 +240,7 @@ def fetch(name: str, folder: Path, path: str | None = None, track: Callable[...,
 
 
 def _bring_parts(name: str, one: DataSet, made: Path, path: str | None, track: Callable[..., Any]) -> None:
-    """The folder of a set of several files: a copy of the user's, or each file of the address."""
+    """The folder of a set of several files: a copy of the user's folder, or the files below the address."""
     if path is not None:
         try:
             shutil.copytree(Path(path).expanduser(), made)
@@ -292,7 +292,7 @@ def _check(name: str, one: DataSet, files: list[Path]) -> None:
 
 
 def _unpack(name: str, one: DataSet, content: Path, made: Path, source: str) -> None:
-    """The file that is read of what was fetched: the member of an archive, with its labels, or all of it."""
+    """Make the set's file from the download: the archive's member, with its labels, or the download as it is."""
     if one.member is None or not zipfile.is_zipfile(content):
         content.replace(made)
         return
@@ -316,7 +316,7 @@ def _labelled(lines: io.BytesIO, labels: list[str]) -> Iterator[bytes]:
 
 def _build(name: str, one: DataSet, made: Path, folder: Path) -> None:
     """Have tensorflow_datasets build a set, and write its split as JSON lines."""
-    import tensorflow_datasets as tfds  # only who fetches such a set waits for the import
+    import tensorflow_datasets as tfds  # only fetches of such a set wait for the import
 
     builder_name, split = one.builder.split(":")
     try:
@@ -326,7 +326,7 @@ def _build(name: str, one: DataSet, made: Path, folder: Path) -> None:
         with made.open("w", encoding="utf-8") as out:
             for record in source:
                 out.write(json.dumps(one.convert(record), ensure_ascii=False) + "\n")
-    except Exception as error:  # of any kind: it downloads and parses by others' code
+    except Exception as error:  # of any type: other packages download and parse here
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DataError(
             f"{name} cannot be built by tensorflow_datasets from {builder_name} ({reason}); fetch it yourself and give "

@@ -44,7 +44,7 @@ TEXT_SUFFIXES = (
     ".txt .text .md .rst .tex .html .xml .raw .tokens .py .c .h .cc .cpp .hpp .cu .java .js .ts .go .rs .jl .sh"
 ).split()
 PART = 1 << 22
-"""Characters, or bytes, of a long text that are looked at at once."""
+"""Characters, or bytes, of a long text that are processed at a time."""
 UNPACK = {".xz": lzma.open, ".gz": gzip.open}
 NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -53,9 +53,9 @@ NOT_STANDARD_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 class Documents(Sequence[str]):
     """Documents that are read when they are asked for: document i is `read(items[i])`.
 
-    of_split: they are the documents of the split that was asked for; otherwise they are all documents, of which
+    of_split: True if these are the documents of the requested split; False if they are all documents, of which
     `open_documents` holds some out for validation. read_parts: the same text as `read`, in parts, for sources whose
-    documents may be too long to hold.
+    documents may be too long for memory.
     """
 
     items: Sequence[Any]
@@ -78,7 +78,7 @@ class Documents(Sequence[str]):
 
 
 Source = Callable[["DataConfig", Split], Documents]
-"""(the fields of DataConfig, which split) -> its documents, or all; raises DataError for fields it has no use for."""
+"""(configuration, split) -> the split's documents, or all; raises DataError for fields that the source does not use."""
 
 SOURCES: Registry[Source] = Registry("data source")
 """Sources by name."""
@@ -149,12 +149,12 @@ def _jsonl_records(config: DataConfig, split: Split) -> Documents:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"{file}, line {number},"
-                    # Read here too, so that a wrong line is told before the first one is tokenized.
+                    # Parsed here too, so that a wrong line is reported before the first one is tokenized.
                     text = _json_text(line, place, offset, config)
                     records.append(text if file.suffix in UNPACK else (file, number, offset, len(line)))
                 offset += len(line)
 
-    @functools.lru_cache(maxsize=1)  # a single record is asked for its length, then for its text
+    @functools.lru_cache(maxsize=1)  # a single record is read twice: for its length, then for its text
     def read(record: tuple[Path, int, int, int] | str) -> str:
         if isinstance(record, str):
             return record
@@ -268,11 +268,11 @@ def _array_records(config: DataConfig, split: Split) -> Documents:
 
 
 KNOWN_FEATURES = "tensorflow_datasets.core.features."
-"""Where the classes are that a dataset's features.json may name: tensorflow_datasets imports what it names."""
+"""The one prefix of class names that a features.json may have: tensorflow_datasets imports whatever it names."""
 
 
 def _check_features(folder: Path) -> None:
-    """Refuse a features.json that is damaged, or that would have a module of somebody's own imported."""
+    """Refuse a features.json that is damaged, or that would import modules from outside tensorflow_datasets."""
     file = folder / "features.json"
     try:
         waiting = [json.loads(file.read_text(encoding="utf-8"))]
@@ -293,7 +293,7 @@ def _check_features(folder: Path) -> None:
 
 
 def files_of_split(config: DataConfig, split: Split, suffixes: Sequence[str]) -> tuple[list[Path], bool]:
-    """The files of a split with validation files of its own and True, or all files and False."""
+    """(the split's own files, True) where `validation_path` is given, else (all files, False)."""
     require_path(config)
     of_split = config.validation_path is not None
     return _data_files(config, "validation_path" if of_split and split == "validation" else "path", suffixes), of_split
@@ -306,7 +306,7 @@ def _data_files(config: DataConfig, field: str, suffixes: Sequence[str]) -> list
         raise DataError(f"data.{field}={str(path)!r} does not exist: give a file or a folder that does")
     files = [path / file for file in _files_below(path, suffixes)] if path.is_dir() else [path]
     for file in files:
-        if not file.is_file():  # a pipe would be waited for
+        if not file.is_file():  # reading a pipe would block
             raise DataError(f"data.{field} has {str(file)!r}, which is no regular file: write what it holds into one")
     if field == "path" and config.validation_path is not None:
         held_out = {file.resolve() for file in _data_files(config, "validation_path", suffixes)}
@@ -322,7 +322,7 @@ def _data_files(config: DataConfig, field: str, suffixes: Sequence[str]) -> list
 def _files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     """Files below `folder` with one of `suffixes`, packed or not, relative to it and sorted, without hidden ones.
 
-    Links to folders are followed, but not back to a folder that they are in.
+    Links to folders are followed, unless they lead back to a folder that contains them.
     """
     files = []
     for parent, folders, names in os.walk(folder, followlinks=True):
@@ -335,7 +335,7 @@ def _files_below(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 
 def _leads_back(folder: Path) -> bool:
-    """Whether a folder is a link to one that it is in, on the way by which it was reached."""
+    """Whether a folder is a link to one of the folders on the path by which it was reached."""
     if not folder.is_symlink():
         return False
     target = folder.resolve()

@@ -1,8 +1,8 @@
-"""Rows of tokens on disk: what `titans data prepare` wrote, read by random access.
+"""Rows of tokens on disk, as `titans data prepare` writes them, with random access.
 
-A folder holds `index.json`, the tokenizer's file where it has one, and ArrayRecord shards. A record is a row of the
-batch as it was packed; the index has, for each shard, its rows, documents, bytes of text, tokens, size and SHA-256.
-A process reads the records of its own rows only, whatever the size of the whole, and any of them in any order.
+A folder holds `index.json`, the tokenizer's file where it has one, and ArrayRecord shards. A record is one packed row
+of a batch; the index has, for each shard, its rows, documents, bytes of text, tokens, size and SHA-256. However large
+the folder, a process reads only the records of its own rows, and in any order.
 
 A folder may be at any address that etils.epath knows (gs://, s3://). ArrayRecord reads local files: shards from
 elsewhere are copied first, into the user's cache folder, once.
@@ -52,7 +52,7 @@ def encode_row(rows: Rows, index: int) -> bytes:
 
 
 def decode_row(record: bytes, dtype: np.dtype, sequence_length: int) -> Batch:
-    """The row that `encode_row` made a record of."""
+    """The row that `encode_row` turned into this record."""
     (count,) = np.frombuffer(record, "<i4", 1)
     places = np.frombuffer(record, "<i4", 2 * count, 4).reshape(-1, 2).tolist()
     tokens, start, placed = np.frombuffer(record, dtype, offset=4 + 8 * int(count)), 0, []
@@ -72,9 +72,9 @@ class Shard:
     file: str
     rows: int
     documents: int
-    """Documents that end in it."""
+    """Documents that end in this shard."""
     bytes: int
-    """Length of their text in UTF-8."""
+    """Length of the shard's text in UTF-8."""
     tokens: int
     """Positions that have a target."""
     fingerprint: str
@@ -87,11 +87,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder holds."""
+    """The index of a folder: the settings it was prepared with and its shards."""
 
     folder: epath.Path
     settings: dict[str, Any]
-    """sequence_length, packing, align, and what `describe_tokenizer` says."""
+    """sequence_length, packing, align, shard_bytes, and the tokenizer as `describe_tokenizer` gives it."""
     splits: dict[str, list[Shard]]
 
     def statistics(self, split: Split) -> Statistics:
@@ -109,7 +109,7 @@ class Index:
 
 
 def describe_tokenizer(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What an index keeps of a tokenizer: {"name", "vocab_size", "eos_id", "sha256" of its file or None}."""
+    """A tokenizer as an index records it: {"name", "vocab_size", "eos_id", "sha256" of its file or None}."""
     file = tokenizer_file(name)
     digest = file and hashlib.sha256(file.read_bytes()).hexdigest()
     return {
@@ -143,13 +143,13 @@ def is_local(path: epath.Path) -> bool:
 
 
 def write_index(folder: epath.Path, settings: dict[str, Any], splits: dict[str, list[Shard]]) -> None:
-    """Write the index beside its place, and put it there whole."""
+    """Write the index of a folder, whole or not at all."""
     content = {"format": FORMAT, "settings": settings, "splits": {k: [vars(s) for s in v] for k, v in splits.items()}}
     write_whole(folder / INDEX, json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n")
 
 
 def write_whole(path: epath.Path, text: str) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file under a temporary name and rename it, so that it is there whole or not at all."""
     writing = path.parent / f"{path.name}.{os.getpid()}.tmp"
     writing.write_text(text)
     writing.replace(path)
@@ -159,7 +159,7 @@ def read_index(folder: str, field: str = "data.path") -> Index:
     """The index of a folder that `titans data prepare` finished.
 
     Raises:
-      DataError: there is none, or it is not what was written.
+      DataError: there is none, or it is damaged or of a later format.
     """
     path = as_path(folder)
     try:
@@ -205,8 +205,8 @@ class StoredRows(Sequence[Batch]):
     Args:
       index: of the folder.
       split: which rows.
-      process, processes: every process takes the checksums of every `processes`-th shard, so that together they are
-        all looked at once.
+      process, processes: each process verifies the SHA-256 of every `processes`-th shard, so that together they
+        verify each shard once.
 
     Raises:
       DataError: a shard is missing, cut or altered, or cannot be copied to this machine.
@@ -235,7 +235,7 @@ class StoredRows(Sequence[Batch]):
         number = bisect_right(self._ends, index)
         place = index - (self._ends[number - 1] if number else 0)
         try:
-            # Not through ArrayRecord's data source, whose reading of one record costs fifty times as much.
+            # Not through ArrayRecord's data source, which takes fifty times as long to read one record.
             with self._lock:
                 reader = self._reader(number)
                 reader.seek(place)
@@ -269,7 +269,7 @@ def _check(files: Sequence[Path], shards: Sequence[Shard], chosen: Sequence[int]
 
 
 def _copied(folder: epath.Path, shard: Shard) -> Path:
-    """A local copy of a shard from elsewhere, named after what is in it."""
+    """A local copy of a shard from elsewhere, named after its SHA-256."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans_jax" / "shards"
     file = cache / f"{shard.sha256}.array_record"
     if not file.is_file():
@@ -357,7 +357,7 @@ def stored_rows(
 
 @register_source("tokens")
 def _rows_as_text(config: DataConfig, split: Split) -> Documents:
-    """The text of every row: for what reads text and not rows, as evaluations of long texts do."""
+    """The text of every row, for users that read text and not rows, such as evaluations of long texts."""
     tokenizer = load_tokenizer(config.tokenizer)
     rows = Joined([StoredRows(read_index(folder), split) for folder, _ in parts(config)])
 
@@ -369,7 +369,7 @@ def _rows_as_text(config: DataConfig, split: Split) -> Documents:
 
 
 def names(config: DataConfig) -> list[str]:
-    """A name for each part of a mixture: the last one of its path, or the whole where two are the same."""
+    """A name for each part of a mixture: the last part of its path, or the whole path where two names are the same."""
     folders = [folder.rstrip("/") for folder, _ in parts(config)]
     short = [folder.rpartition("/")[2] for folder in folders]
     return short if len({*short}) == len(short) else folders

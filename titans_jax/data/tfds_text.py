@@ -40,7 +40,8 @@ def build_tfds(config: DataConfig, folder: str | Path, *, name: str = "text", ve
 
     class Text(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version(version)
-        # tfds would look for files next to this code; there are none, and looking needs a package it does not ask for.
+        # tfds would look for files next to this code; there are none, and looking needs a package that tfds does not
+        # install.
         pkg_dir_path = epath.Path(folder)
         code_path = None
 

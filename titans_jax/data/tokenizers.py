@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. `Tokenizer` is all that one of your own needs."""
+"""Tokenizers: text to token ids and back. A tokenizer of your own implements `Tokenizer`."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]",
 
 
 class Tokenizer(Protocol):
-    """What the pipeline, the trainer and generation ask of a tokenizer."""
+    """The interface through which the pipeline, the trainer and generation use a tokenizer."""
 
     vocab_size: int
     """Ids are 0 to vocab_size - 1."""
@@ -33,8 +33,8 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids [tokens]; `eos_id`, and ids that a padded vocabulary adds, are left out.
 
-        Bytes that are no character, or not yet a whole one, become U+FFFD. For streaming, the text of more ids begins
-        with the text of fewer, less its trailing U+FFFD.
+        Bytes that are no character, or not yet a whole one, become U+FFFD. For streaming: the text of a longer prefix
+        begins with that of a shorter one, less its trailing U+FFFD.
         """
         ...
 
@@ -56,7 +56,7 @@ def tokenizer_file(name: str) -> Path | None:
 
 
 def tokenizer_files(name: str) -> list[Path]:
-    """What a copy of the tokenizer takes: its file, and those that say its special tokens and its chat template."""
+    """The files to copy for a tokenizer: its own, and those beside it with its special tokens and its chat template."""
     file = tokenizer_file(name)
     if file is None:
         return []
@@ -126,7 +126,7 @@ class HuggingFaceTokenizer:
     """A tokenizer.json of Hugging Face, by the package `tokenizers` (the extra `titans-jax[huggingface]`).
 
     The token between documents is `eos_token` of the tokenizer_config.json beside it, or a special token with a usual
-    name. Special tokens in a text are read as the text they are spelt with, never as what they stand for.
+    name. The spelling of a special token in a text is encoded as ordinary text, never as that special token.
 
     Raises:
       DataError: see `load_tokenizer`.
@@ -167,7 +167,7 @@ class HuggingFaceTokenizer:
         return np.asarray(self._model.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; special tokens and ids beyond the vocabulary are left out, and as `Tokenizer.decode`."""
+        """Text of `ids`, as `Tokenizer.decode`; special tokens and ids beyond the vocabulary are left out."""
         return self._model.decode([i for i in map(int, ids) if i < self.vocab_size], skip_special_tokens=True)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from titans_jax.data.errors import DataError
 
 LARGEST_ORDER = 1024
-"""Elements of the largest group that is tabulated: S6 is, S7 is not."""
+"""The most elements of a group whose products are tabulated: S6 has fewer, S7 more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +58,14 @@ def word_problems(
     """`count` sequences; the same seed gives the same ones.
 
     Args:
-      apart: sequences that none of them is, int32 [n, length].
-      distinct: no two of them are the same.
+      apart: sequences to avoid, int32 [n, length].
+      distinct: no two of the returned sequences are the same.
 
     Returns:
       {"tokens", "targets"}, int32 [count, length]: elements, and the product of those up to each position.
 
     Raises:
-      DataError: there are not so many sequences.
+      DataError: there are too few such sequences.
     """
     generator = np.random.default_rng(seed)
     elements = generator.integers(group.order, size=(count, length), dtype=np.int32)
@@ -92,7 +92,7 @@ def _order(kind: str, size: int) -> int:
 
 
 def _table(kind: str, size: int) -> np.ndarray:
-    """Products "first a, then b" by number."""
+    """The number of the product "first a, then b" of the elements numbered a and b, int32 [order, order]."""
     if kind == "Z":
         return (np.arange(size)[:, None] + np.arange(size)).astype(np.int32) % size
     permutations = [one for one in itertools.permutations(range(size)) if kind == "S" or _even(one)]

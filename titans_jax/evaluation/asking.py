@@ -1,7 +1,7 @@
-"""Questions of known answers about texts of growing length: asked side by side, scored, and kept as tables and files.
+"""Questions with known answers about texts of growing length: asked side by side, scored, and kept in tables and files.
 
-What RULER and BABILong share. A task says which questions; here they are put to the model, in groups that are read at a
-time, and nothing is lost of what was answered when a later one fails.
+RULER and BABILong share this module. Their tasks make the questions; here these are put to the model in groups that are
+read side by side, and the answers so far are kept when a later question fails.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SIDE_BY_SIDE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A text that ends where its answer begins, the answers that are right, and how an answer is scored, from 0 to 1.
+    """A prompt that ends where the answer begins, the right answers, and a score for a given answer, from 0 to 1.
 
-    depth: where in the text the answer stands, from 0 to 1, if anywhere. generated: tokens of an answer.
+    depth: the place of the answer in the text, from 0 to 1, if it has one. generated: tokens to generate.
     """
 
     prompt: str
@@ -44,7 +44,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What was said to question number `seed` of a task and length, and how much of it was right."""
+    """The model's answer (`said`) to question number `seed` of a task and length, and its score (`accuracy`)."""
 
     task: str
     length: int
@@ -59,9 +59,10 @@ class Answer:
 class Asking:
     """An evaluation by questions.
 
-    name: what its files are called. make: the question of a task, a length and a number; ValueError, of one sentence,
-    where a length has no room for it. header: what a reader of the numbers must know. left_out: sentences on what is
-    not asked at any length. columns: what else a row of the table says of a task and a length.
+    name: name of its files. make: (task, length, number) -> the question; raises ValueError, with one sentence, where
+    the question does not fit the length. header: what a reader of the numbers must know. draw: (answers, note, file)
+    draws the picture. left_out: sentences on tasks that are not asked at any length. columns: (task, length) -> further
+    columns of the table.
     """
 
     name: str
@@ -100,7 +101,8 @@ class Asking:
             failure = error
         if not answers:
             raise EvaluationError(f"{self.name}: {failure or next(iter(left_out.values()))}") from failure
-        # A question that has no room ends its cell, whose earlier answers would be those of the short ones.
+        # Where a question does not fit, its task is left out at this length: the answers before it would be a biased
+        # sample, of questions short enough to fit.
         kept = [each for each in answers if (each.task, each.length) not in left_out] or answers
         header = header_of(run, options) | self.header
         numbers: Numbers = {}
@@ -142,7 +144,7 @@ class Asking:
     ) -> None:
         without = {"left_out": left_out} if left_out else {}
         save_json(header | without | {"tables": numbers, "answers": answers}, file.with_suffix(".json"))
-        # Every row with the header: rows of several files may come to stand in one table.
+        # The header is repeated in every row, so that rows of several files can be joined in one table.
         rows = [{"task": task} | row | header for task in numbers for row in numbers[task]]
         empty = {column: "" for row in rows for column in row}
         save_csv([empty | row for row in rows], file.with_suffix(".csv"))

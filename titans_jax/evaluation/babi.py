@@ -1,8 +1,8 @@
 """bAbI stories and BABILong's questions about them (arXiv 2406.10149): prompts, samples and the score.
 
-The strings, and what counts as an answer, are BABILong's (babilong/prompts.py, babilong_utils.py and metrics.py). Not
-its own are: where sentences of the background end (`needles.split_sentences`, not nltk's Punkt), that white space in it
-is one blank, and which story and book a question has.
+The strings, and the rule for a right answer, are BABILong's (babilong/prompts.py, babilong_utils.py and metrics.py).
+These differ: sentences of the background are split by `needles.split_sentences`, not nltk's Punkt; any white space in
+it becomes one blank; and the choice of the story and book of a question.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from titans_jax.evaluation.needles import split_sentences
 GENERATED = 20
 """Tokens of an answer."""
 ROOM = 300
-"""Tokens of a length that BABILong leaves for the words around the context and the answer: with GPT-2's tokenizer."""
+"""Tokens of a length that BABILong reserves for the answer and the words around the context (in GPT-2's tokens)."""
 TOKENS_OF_A_FACT = 8
-"""Stories with more facts than the context has room for, with so many tokens each, are not asked."""
+"""A story is asked only if the context has room for its facts at this many tokens each."""
 SHORTEST_SENTENCE = 10
 """Tokens; shorter ones of the background are left out."""
 
@@ -32,7 +32,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), _ROOMS),
     "qa5": ("Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"),
 }
-"""The answers that there are, by task."""
+"""All possible answers, by task."""
 
 _ITEMS = (
     "If a person got an item in the first location and travelled to the second location the item is also in the second "
@@ -117,7 +117,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
 }
-"""Stories with a question, and answers: words outside the labels, so that a copied example is wrong."""
+"""By task, worked examples: (a story with its question, the answer)."""
 FORMATS = {
     "qa1": "Always return your answer in the following format: The most recent location of ’person’ is ’location’. Do "
     "not write anything else after that.",
@@ -171,8 +171,8 @@ def ask(task: str, context: str, question: str) -> str:
 
 
 def is_right(task: str, story: Story, said: str) -> bool:
-    """BABILong's compare_answers: of the labels that the question does not name, the first sentence has the answer
-    alone."""
+    """BABILong's compare_answers: whether the right answer is the only label in the first sentence, not counting labels
+    that the question names."""
     first = said.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
     labels = {label.lower() for label in LABELS[task]}
     found = {label for label in labels if label in first and label not in story.question.lower()}
@@ -189,15 +189,15 @@ class Background:
         self._size = functools.cache(lambda fact: len(self.encode(fact)))
 
     def size(self, facts: Sequence[str]) -> int:
-        """Tokens of facts, each behind another sentence."""
+        """Tokens of the facts, each placed after another sentence."""
         return sum(map(self._size, facts))
 
     def encode(self, sentence: str) -> np.ndarray:
-        """The tokens of a sentence as it stands behind another, with a blank between; int32 [tokens]."""
+        """The tokens of a sentence that follows another, with the blank before it; int32 [tokens]."""
         return encode_after(self._tokenizer, "a", " " + sentence)
 
     def sentences(self, chance: random.Random, tokens: int) -> list[str]:
-        """Sentences from random places, each with a blank in front, of so many tokens; the last is cut."""
+        """Sentences from random places, each with a blank in front, of `tokens` tokens together; the last is cut."""
         found: list[str] = []
         tries = 0
         while tokens > 0:
@@ -206,7 +206,8 @@ class Background:
                 raise ValueError(f"the books have no sentence of {SHORTEST_SENTENCE} tokens; give others")
             book = chance.choice(self._books)
             start = chance.randrange(len(book))
-            # The first and the last are cut, and left out. BABILong's Punkt is untrained: it cuts behind titles, too.
+            # The first and last sentence are incomplete and left out. Titles such as "Mr." count as ends of sentences,
+            # as in BABILong, whose Punkt is untrained.
             for sentence in split_sentences(" ".join(book[start : start + 10 * max(tokens, 100)].split()))[1:-1]:
                 ids = self.encode(sentence)
                 if len(ids) < SHORTEST_SENTENCE:
@@ -220,7 +221,7 @@ class Background:
         return found
 
     def hide(self, chance: random.Random, facts: Sequence[str], tokens: int) -> str:
-        """A context of so many tokens with the facts in their order, each before or behind any sentence.
+        """A context of `tokens` tokens with the facts, in their order, at random places between its sentences.
 
         Raises:
           ValueError: the facts alone are longer.

@@ -3,8 +3,8 @@
     titans evaluate RUN babilong --data DATA --length 131072    qa1 to qa5 at 0K (facts alone), 1K, 2K, .. 128K
 
 Facts and questions are bAbI's test files (en-10k), the background the novels of `books/valid.jsonl` or `--text`.
-An answer is 20 tokens, the likeliest at each place (greedy decoding), and counts by BABILong's compare_answers (see
-`babi`, also for what differs). Lengths are in tokens of the model's own tokenizer, the published ones in GPT-2's.
+An answer is 20 tokens of greedy decoding, scored by BABILong's compare_answers (`babi` has it, and the differences from
+BABILong). Lengths are in tokens of the model's own tokenizer, the published ones in GPT-2's.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Questions:
     def ask(self, task: str, length: int, number: int) -> Question:
         """Question `number` of a task in a prompt that has `length` tokens with its answer; 0 is the facts alone.
 
-        Stories come in an order that is drawn for every task and length, and again from the first where they are fewer.
+        Stories come in an order that is drawn for every task and length, and are repeated where there are too few.
 
         Raises:
-          ValueError: no story has room.
+          ValueError: no story fits the length.
         """
         fitting = self._fitting(task, length)
         if not fitting:
@@ -112,13 +112,13 @@ class Questions:
         room = self._room(task, length, story.question)
         while True:
             prompt = babi.ask(task, self._background.hide(chance, story.facts, room), story.question)
-            # The context's first word, which has no blank before it, may be tokens more than behind a sentence.
+            # The context's first word, which has no blank before it, may have more tokens than after a blank.
             if self._tokens(prompt) <= length:
                 return prompt
             room -= 1
 
     def _room(self, task: str, length: int, question: str) -> int:
-        """Tokens of the context: as many as BABILong has, or what the words around it and the answer leave."""
+        """Tokens of the context: as in BABILong, or fewer where the words around it and the answer need more room."""
         return length - max(babi.ROOM, self._tokens(babi.ask(task, "", question)))
 
     def _tokens(self, prompt: str) -> int:
@@ -127,9 +127,9 @@ class Questions:
 
 
 def read_task(folder: Path, task: str, split: Literal["train", "test"] = "test") -> list[babi.Story]:
-    """The stories of a task's file, but for the last, which BABILong never asks.
+    """The stories of a task's file, without the last one, which BABILong never asks.
 
-    That of en-10k, where the archive has several.
+    Where the archive has several such files, the one of en-10k is read.
 
     Raises:
       EvaluationError: the archive is missing, damaged or without the file.

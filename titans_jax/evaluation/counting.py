@@ -1,10 +1,10 @@
-"""RULER's tasks that no single sentence answers: variables followed through a text (vt), and words counted in one, a
-numbered list (cwe) or coded text (fwe).
+"""RULER's tasks that no single sentence answers: variables followed through a text (vt), and words counted in a
+numbered list (cwe) or in coded text (fwe).
 
 The strings and counts are RULER's (scripts/data/synthetic/{variable_tracking,common_words_extraction,
-freq_words_extraction}.py). Not RULER's are the words of cwe, those of `needles` in place of the package wonderwords: a
-list has single words, or pairs of them alone where a text needs more words than there are. And where a tokenizer needs
-more than RULER's 500 tokens for the worked example of vt with five lines of noise, the example has these five.
+freq_words_extraction}.py). Two things differ. The words of cwe are those of `needles`, not of the package wonderwords:
+a list has single words only, or pairs of words only where a text needs more words than there are. And the worked
+example of vt has at least five lines of noise, even where these take more than RULER's 500 tokens.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FREQUENT = (
 )
 EXAMPLE_TOKENS = 500
 LETTERS = 5
-"""A variable's name has so many; in the example it has 3."""
+"""Letters of a variable's name; in the example names have 3."""
 SHORT = 4096
-"""Texts of fewer tokens repeat the words of cwe less."""
+"""In texts of fewer tokens than this, the words of cwe are repeated less often."""
 SINGLE_WORDS = sorted({*ADJECTIVES, *NOUNS})
 WORD_PAIRS = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
 
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """One chain of variables, each assigned the one before, in lines of their own among noise; all are asked for."""
+    """A chain of variables, each assigned the one before, in separate lines among noise; all of them are asked for."""
 
     hops: int = 4
     generated: int = 30
@@ -79,7 +79,7 @@ class VariableTracking:
 
 @dataclass(frozen=True)
 class CommonWords:
-    """A numbered list in which ten words stand thirty times, all others three times, after a worked example."""
+    """A numbered list, after a worked example, in which ten words appear thirty times and all others three times."""
 
     common: int = 10
     generated: int = 120
@@ -87,8 +87,8 @@ class CommonWords:
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are words that are not common; see `RulerTask.draft`.
 
-        Where all single words together leave room, all words are pairs: were the rarer ones alone pairs, their form
-        would tell them from the answers.
+        Where all single words together do not fill the length, all words are pairs: if only the rarer ones were pairs,
+        their form would tell them from the answers.
         """
         single = self._draft(chance_of(self, length, number), length, SINGLE_WORDS)
         all_fit = count_tokens(single.prompt(len(SINGLE_WORDS) - self.common)) + self.generated <= length
@@ -118,7 +118,8 @@ class CommonWords:
 
 @dataclass(frozen=True)
 class FrequentWords:
-    """Coded words, the share of each being as 1 / rank^2; the first is dots, the next three are asked for."""
+    """Coded words, each with a frequency in proportion to 1 / rank^2; the first is dots, and the next three are the
+    answers."""
 
     generated: int = 50
 
@@ -137,7 +138,7 @@ class FrequentWords:
             random.Random(seed).shuffle(text)
             return FREQUENT.format(context=" ".join(text))
 
-        # With fewer words the fourth does not appear.
+        # With fewer words the fourth would not appear.
         return Draft(prompt, tuple(words[1:4]), least=math.ceil(whole * 4**2))
 
 

@@ -36,7 +36,7 @@ def read_documents(run: Run, file: Path | None, text_field: str | None = None) -
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """The file of that name, as it is or packed.
+    """The file of that name in a folder, compressed or not.
 
     Raises:
       EvaluationError: there is none.

@@ -29,33 +29,34 @@ if TYPE_CHECKING:
 
 
 class EvaluationError(TitansError, ValueError):
-    """Data on which nothing can be measured."""
+    """Data or options with which nothing can be measured."""
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What a user may ask of every task; a task reads what means something to it."""
+    """The options of all tasks; a task reads those that it uses."""
 
     batches: int | None = None
     """Batches to read at most; None reads all."""
     memory: Literal["on", "off", "fresh"] = "on"
-    """`off` has been done when an evaluator is called: the run's memories are never written. `fresh` is the evaluator's
-    own: one that carries a state from window to window empties it at every window; for others it is `on`."""
+    """`off`: memories are never written; the run that an evaluator gets is already changed so. `fresh`: an evaluator
+    that carries a state from window to window begins every window with an empty one; for others it is the same as
+    `on`."""
     length: int = 32768
     """Tokens of a long text."""
     text: Path | None = None
-    """The file or folder of long texts; None is the run's validation documents."""
+    """A file or folder of long texts; None: the run's validation documents."""
     samples: int | None = None
-    """Questions of each kind and length, or documents; None is what the task's protocol says, or all."""
+    """Questions of each kind and length, or documents; None: the number of the task's protocol, or all."""
     data: Path = Path("data")
-    """The folder of the data sets of tasks that read any, laid out as `titans_jax.data.sets` has them."""
+    """The folder of data sets, for tasks that read any, laid out as in `titans_jax.data.sets`."""
 
 
 Numbers = dict[str, "float | list[dict[str, float | str]]"]
 """Results by name: a number, or the rows of a table, each with the same keys."""
 
 Evaluator = Callable[["Run", EvaluationOptions], Numbers]
-"""(a trained model, what is asked) -> results by name."""
+"""(a trained model, options) -> results by name."""
 
 EVALUATORS: Registry[Evaluator] = Registry("evaluator")
 """Evaluators by name."""
@@ -65,8 +66,8 @@ register_evaluator: Callable[..., Callable[[Evaluator], Evaluator]] = EVALUATORS
 
 @contextlib.contextmanager
 def on_all_devices(run: Run) -> Iterator[Run]:
-    """The run with its parameters on every device, of all processes, and, inside the `with` block, rows of batches
-    shared out over them; the run as it is where there is one device, or a mesh is set, over which it lies already."""
+    """The run with its parameters copied to every device of all processes; inside the `with` block rows of batches are
+    shared out over them. With a single device, or where a mesh is already set, the run is returned unchanged."""
     if jax.device_count() == 1 or not jax.sharding.get_abstract_mesh().empty:
         yield run
         return
@@ -77,9 +78,9 @@ def on_all_devices(run: Run) -> Iterator[Run]:
 
 @contextlib.contextmanager
 def kept_once(run: Run) -> Iterator[Run]:
-    """The run for an evaluator that all processes call alike, each for the rows of its own devices: all have the
-    results, and the first alone writes and speaks. The others' folder is thrown away behind the `with` block, with what
-    they print on standard error."""
+    """The run, changed so that only the first process writes and prints. All processes call the evaluator, each for the
+    rows of its own devices, and all have the results; the others get a temporary folder, which is removed after the
+    `with` block, and what they print on standard error is dropped."""
     if jax.process_index() == 0:
         yield run
         return

@@ -1,12 +1,12 @@
 """The nine tasks of the papers' main tables by lm-evaluation-harness, from local files (Titans table 1, Miras table 2).
 
-    titans evaluate RUN harness --data DATA        all whose files are there
-    titans evaluate RUN piqa boolq --data DATA     these
+    titans evaluate RUN harness --data DATA        all tasks whose files are there
+    titans evaluate RUN piqa boolq --data DATA     these tasks
 
-Prompts, choices and scores are the harness's own: its built-in tasks, with the data set replaced by a file. It
+Prompts, choices and scores are the harness's own: its built-in tasks, with the data set replaced by a file. The harness
 needs the extra `eval`, and is imported only here. WikiText is measured twice: with the state carried through every
-page, and in windows of 2,048 tokens with an empty one, as models of a bounded context are. The harness's other tasks,
-and its data sets from the network, are for its own command line, which `lm_eval_model` has with a run as its model.
+page, and with an empty state at every window of 2,048 tokens, as for models of a bounded context. For the harness's
+other tasks, and its data sets from the network, use its own command line with a run as the model (`lm_eval_model`).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class HarnessTask:
     """One of the harness's tasks, read from a file."""
 
     file: str
-    """In the folder of the data sets; packed (.gz, .xz) or not."""
+    """Path in the folder of data sets; the file may be compressed (.gz, .xz)."""
     folder: str
-    """Where the harness keeps the task's description, in its `tasks`."""
+    """The folder of the task's description, below the harness's `tasks`."""
     fields: tuple[str, ...]
-    """What every document has; of a task that has a chance the last is the label."""
+    """Fields that every document must have; in tasks with a `chance` the last one is the label."""
     metrics: tuple[str, ...]
-    """What the papers report, a row of the table each: acc, acc_norm (by characters), perplexity, word_perplexity,
-    bits_per_byte."""
+    """Metrics that the papers report, one row of the table each: acc, acc_norm (by characters), perplexity,
+    word_perplexity, bits_per_byte."""
     chance: float | None = None
     """Percent right by guessing."""
     task: str | None = None
-    """The harness's name, where it is another."""
+    """The harness's name of the task, where it differs."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """What the file calls otherwise than the harness's own data set."""
+    """Settings of the harness's task to replace where the file names fields differently from its own data set."""
     split: str = "validation"
     window: int | None = None
 
@@ -117,7 +117,7 @@ def harness(run: Run, options: EvaluationOptions) -> Numbers:
 
 
 def measure(run: Run, options: EvaluationOptions, names: list[str], called: str) -> Numbers:
-    """A row for each task and metric; writes files `called` so."""
+    """A row for each task and metric; writes files named `called`."""
     model = _import_model()(run)
     console = Console(stderr=True)
     say = lambda sentence: console.print(f"titans: {sentence}", highlight=False, soft_wrap=True)  # noqa: E731
@@ -156,7 +156,8 @@ def measure(run: Run, options: EvaluationOptions, names: list[str], called: str)
 
 
 def _import_model() -> Any:
-    """The model class; lm-eval, pandas and the like cost seconds, and warn of what is none of the user's business."""
+    """The model class. Imported late and without warnings: lm-eval, pandas and others take seconds to import, and their
+    warnings do not concern the user."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     try:
@@ -213,11 +214,11 @@ def wikitext_pages(text: str) -> list[str]:
 def run_task(
     model: Any, name: str, documents: list[dict[str, Any]], limit: int | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """What the harness finds of a model on the first `limit` documents: a row for each metric of the papers, and all
-    of the harness's metrics; shares in percent.
+    """The harness's results for a model on the first `limit` documents: a row for each metric of the papers, and all of
+    the harness's metrics; accuracies in percent.
 
-    A row has the split, how many documents, the metric, its score, and, None for a perplexity, what guessing scores and
-    what the most frequent label would score as the answer to all of them.
+    A row has the split, the number of documents, the metric, its score, and the scores of guessing ("chance") and of
+    always answering with the most frequent label ("majority"), which are None for a perplexity.
     """
     import lm_eval
 
@@ -262,14 +263,14 @@ def run_task(
 
 
 def share_of_most(labels: Iterable[Any]) -> float:
-    """How many of the labels, in percent, are the most frequent one."""
+    """The share of the most frequent label, in percent."""
     counts = Counter(labels)
     return 100 * max(counts.values()) / counts.total()
 
 
 @functools.cache
 def _task_manager() -> Any:
-    """It knows the folders of our tasks alone: to look through all of the harness takes seconds."""
+    """A task manager for the folders of our tasks only: to look through all of the harness's takes seconds."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -284,14 +285,14 @@ def _write(
     every: dict[str, dict[str, float]],
     left_out: list[str],
 ) -> None:
-    """Write the rows as `file`.csv and .png, and these with all of the harness's metrics as .json."""
+    """Write the rows as `file`.csv and .png, and the rows with all of the harness's metrics as .json."""
     save_json(header | {"left_out": left_out, "results": rows, "all": every}, file.with_suffix(".json"))
     save_csv(rows, file.with_suffix(".csv"))
     draw(rows, note_of(header), file.with_suffix(".png"))
 
 
 def draw(rows: list[dict[str, Any]], note: str, file: Path) -> None:
-    """Bars of what is scored in percent, with what guessing and what the most frequent label score."""
+    """Bars of the scores in percent, with lines for the scores of guessing and of the most frequent label."""
     shares = [row for row in rows if row["metric"].startswith("acc")]
     with figure(file, width=max(4, 1 + len(shares)), note=note) as axes:
         places = range(len(shares))

@@ -1,15 +1,15 @@
-"""A trained model as lm-evaluation-harness sees one: `titans_jax` in its registry.
+"""A trained model for lm-evaluation-harness: `titans_jax` in its registry.
 
     import lm_eval, titans_jax.evaluation.lm_eval_model
     lm_eval.simple_evaluate(model="titans_jax", model_args="run=runs/quickstart", tasks=["piqa"])
 
-lm-eval knows no plug-ins: a model is in its registry once its module is imported. Its own command line, with all of its
-tasks, its data sets from the network, and this model in the registry:
+lm-eval has no plug-ins: a model is in its registry once its module is imported. To use lm-eval's own command line, with
+all of its tasks and its data sets from the network, with this model in the registry:
 
     python -m titans_jax.evaluation.lm_eval_model --model titans_jax --model_args run=runs/quickstart --tasks piqa
 
-Needs the extra `eval` (lm-eval 0.4.10 or newer, which brings no torch). All devices share the rows. Each of
-several processes asks the same and has all answers, so that the harness sees one.
+Needs the extra `eval` (lm-eval 0.4.10 or newer, which brings no torch). All devices share the rows. With several
+processes, each makes the same requests and gets all answers, so that to the harness it is the only one.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class TitansLM(TemplateLM):
 
     Args:
       run: a trained model, or its folder.
-      window: tokens of a window of rolling likelihoods, each read from an empty state; None reads a text in one piece.
-      max_gen_toks: tokens of a continuation, where a task does not say.
+      window: for rolling likelihoods, tokens of a window, each read from an empty state; None: a text is one window.
+      max_gen_toks: tokens of a continuation, where the task does not set them.
 
-    Other arguments of the harness (batch_size, device, ..) mean nothing here.
+    Other arguments of the harness (batch_size, device, ..) are ignored.
     """
 
     def __init__(self, run: Run | str, window: int | None = None, max_gen_toks: int = 256, **_: Any) -> None:
@@ -66,7 +66,7 @@ class TitansLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What distinguishes cached requests of different tokenizers."""
+        """The name by which cached requests of different tokenizers are kept apart."""
         return str(self.run.config.data.tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -74,11 +74,11 @@ class TitansLM(TemplateLM):
         return self.run.tokenizer.encode(string).tolist()
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Nats of every (context, continuation), summed, and whether each token is the likeliest; -inf for an empty
-        continuation, which would else be the likeliest of all.
+        """Log likelihood of the continuation of every (context, continuation), in nats, and whether each of its tokens
+        is the likeliest; -inf for an empty continuation, which would otherwise be the likeliest of all.
 
         Raises:
-          NotFiniteLogits: the model says nothing.
+          NotFiniteLogits: the model's logits are not finite.
         """
         pairs = []
         for context, continuation in (request.args for request in requests):
@@ -98,10 +98,10 @@ class TitansLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Nats of all tokens of every text, summed.
+        """Log likelihood of every text, in nats, summed over its tokens.
 
         Raises:
-          NotFiniteLogits: the model says nothing.
+          NotFiniteLogits: the model's logits are not finite.
         """
         pairs: list[Request] = []
         owners = []
@@ -117,10 +117,10 @@ class TitansLM(TemplateLM):
         return found.tolist()
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows every context, before the first of the texts `until`, the most likely tokens or drawn ones.
+        """The continuation of every context, up to the first of the texts `until`, by greedy decoding or sampling.
 
         Raises:
-          NotFiniteLogits: the model says nothing.
+          NotFiniteLogits: the model's logits are not finite.
         """
         found = [""] * len(requests)
         alike: dict[tuple, list[int]] = {}
@@ -149,7 +149,7 @@ class TitansLM(TemplateLM):
         return found
 
     def _request(self, before: Sequence[int], after: Sequence[int]) -> Request:
-        # Documents are trained with the token between documents in front.
+        # In training every document has the token between documents in front.
         return np.array([self.eot_token_id, *before], np.int32), np.array(after, np.int32)
 
     def _windows(self, ids: list[int]) -> Iterator[Request]:

@@ -1,7 +1,7 @@
 """Measuring: tasks one after another, each result kept as soon as it is there.
 
-`evaluations.jsonl` in a run's folder has a line for every task that was ever measured: the checkpoint's step, what was
-asked, and the numbers.
+`evaluations.jsonl` in a run's folder has a line for every task that was ever measured: the checkpoint's step, the
+options, and the numbers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ HISTORY = "evaluations.jsonl"
 
 
 def evaluators_of(tasks: Iterable[str], field: str = "tasks") -> dict[str, Evaluator]:
-    """The evaluators with these names, which a field gives.
+    """The evaluators with these names, which the configuration field `field` lists.
 
     Raises:
-      ConfigError: there is none of such a name.
+      ConfigError: there is no evaluator of a name.
     """
     return {task: registered(EVALUATORS, field, task) for task in tasks}
 
 
 def sets_of(task: str) -> tuple[str, ...]:
-    """The data sets (`titans_jax.data.sets`) that a task reads where they are."""
+    """The data sets (`titans_jax.data.sets`) that a task reads if they are there."""
     several = {
         "babilong": ("babi", "books"),
         "niah": ("haystack",),
@@ -58,11 +58,11 @@ def sets_of(task: str) -> tuple[str, ...]:
 def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOptions) -> Numbers:
     """The results of all evaluators, with the task in front of their names where there are several.
 
-    Each is appended to `evaluations.jsonl` before the next begins. Runs on all devices, of all processes, each of which
-    calls it.
+    Each is appended to `evaluations.jsonl` before the next begins. Runs on all devices of all processes, and every
+    process must call it.
 
     Raises:
-      EvaluationError: a task cannot be measured; says where the results of those before it are.
+      EvaluationError: a task cannot be measured; the message says where the results of the earlier ones are.
     """
     numbers: Numbers = {}
     with on_all_devices(run) as spread:
@@ -101,7 +101,7 @@ def remember(run: Run, task: str, options: EvaluationOptions, numbers: Numbers, 
 
 
 def describe(task: str, numbers: Numbers) -> str:
-    """A task's numbers in a line; of a table the last row's result, and what that row is."""
+    """A task's numbers in a line; for a table, the result of its last row and that row's first column."""
     parts = []
     for name, value in numbers.items():
         if isinstance(value, list):

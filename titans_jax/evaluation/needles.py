@@ -1,9 +1,9 @@
 """Needle tasks of RULER (arXiv 2404.06654): a sentence with a key and a value, hidden in a long text, and asked for.
 
-The strings and counts are RULER's (scripts/data/synthetic/niah.py). Four things are not, and numbers printed beside
+The strings and counts are RULER's (scripts/data/synthetic/niah.py). Four things differ, and numbers printed beside
 published ones must say so: keys are pairs of the words below, not of the package wonderwords; the essays are a text
-that the caller gives; sentences of it end where `split_sentences` says, not where nltk's Punkt does; and a question is
-drawn by its task, length and number, where RULER draws all of a length one after another.
+given by the caller; it is split into sentences by `split_sentences`, not by nltk's Punkt; and each question is drawn
+with its task, length and number as the seed, where RULER draws all questions of a length one after another.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEPTHS = [round(100 * number / 39) for number in range(40)]
 TITLES = (
     "Mr Mrs Ms Messrs Mme Mlle Dr Prof Rev Hon St Sr Jr Capt Col Lt Lieut Maj Gen Adm Sgt Sergt Gov Sen Rep Pres"
 ).split()
-"""Words whose full stop ends no sentence of an essay: nltk's Punkt knows these of English."""
+"""Words whose full stop does not end a sentence of an essay; nltk's English Punkt knows them too."""
 
 ADJECTIVES = (
     "able ancient amber angry basic bitter blue bold brave brief bright broad busy calm careful cheap civil clean "
@@ -63,35 +63,35 @@ Kind = Literal["words", "numbers", "uuids"]
 
 @dataclass(frozen=True)
 class Draft:
-    """A question whose text has no length yet."""
+    """A question whose text does not have its length yet."""
 
     prompt: Callable[[int], str]
-    """The prompt, up to where the answer begins, with so many units of text: more of them are more tokens."""
+    """(number of units of text) -> the prompt, up to where the answer begins; more units are more tokens."""
     answers: tuple[str, ...]
     least: int = 1
     """The fewest units."""
     mark: str | None = None
-    """What stands in the prompt where the depth of the question is, if it has one."""
+    """The string of the prompt whose place is the depth of the question, if it has one."""
     one_is_enough: bool = False
-    """Whether the answers are ways to say the same, else each counts for its share."""
+    """True: the answers are alternatives, and one of them is enough; False: each counts for its share of the score."""
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Which haystack, what keys and values are, how many of both are hidden, and how many keys are asked for."""
+    """The haystack, the kinds of keys and values, how many of both are hidden, and how many keys are asked for."""
 
     haystack: Haystack
     key: Kind = "words"
     value: Kind = "numbers"
     keys: int = 1
     values: int = 1
-    """How many every key has."""
+    """Values of every key."""
     queries: int = 1
     generated: int = 128
-    """Tokens of an answer, which a length includes."""
+    """Tokens of an answer, which count towards the length."""
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
-        """A question on the words of an essay, or on lines: units are words or lines; see `RulerTask.draft`."""
+        """Units are words of an essay, or lines of another haystack; see `RulerTask.draft`."""
         chance = chance_of(self, length, number)
         keys = distinct(chance, self.key, max(self.keys, self.queries))
         values = [distinct(chance, self.value, self.values) for _ in keys]
@@ -113,8 +113,8 @@ class NeedleTask:
 
 
 class Essay:
-    """A text as RULER takes it: every run of white space one space, always read from its first word, and once more when
-    it ends. Raises ValueError for a text without words."""
+    """A text as RULER uses it: any white space becomes one space, and the text is read from its first word on, again
+    and again where it is too short. Raises ValueError for a text without words."""
 
     def __init__(self, text: str):
         self._words = text.split()
@@ -122,26 +122,27 @@ class Essay:
             raise ValueError("the text to hide needles in has no words; give another one")
 
     def first_sentences(self, words: int) -> list[str]:
-        """The sentences of the first so many words."""
+        """The sentences of the first `words` words."""
         return split_sentences(" ".join(itertools.islice(itertools.cycle(self._words), words)), TITLES)
 
 
 def split_sentences(text: str, titles: Sequence[str] = ()) -> list[str]:
-    """Cut behind a full stop, question or exclamation mark, and a closing quote, before a capital, digit or quote.
+    """Split a text after a full stop, question or exclamation mark, which a closing quote may follow, if a capital,
+    digit or opening quote comes next.
 
-    titles: words behind whose full stop nothing is cut.
+    titles: words after whose full stop the text is not split.
     """
     end = r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))" + "".join(rf"(?<!\b{title}\.)" for title in titles)
     return re.split(end + r" (?=[\"'(\[A-Z0-9])", text)
 
 
 def chance_of(task: Any, length: int, number: int) -> random.Random:
-    """What the question `number` of a task (a dataclass) and a length is drawn by: always the same, and no other's."""
+    """The random generator of question `number` of a task (a dataclass) and a length, seeded by these three."""
     return random.Random(f"{task} {length} {number}")
 
 
 class _Lines:
-    """Lines of a haystack that are all alike, or needles for other keys; as many as are asked for, always the same."""
+    """Lines of a haystack, all the same noise or needles for other keys: as many as are asked for, always the same."""
 
     def __init__(self, task: NeedleTask, seed: int):
         self._task, self._chance, self._made = task, random.Random(seed), []
@@ -173,7 +174,7 @@ def distinct(chance: random.Random, kind: Kind, count: int) -> list[str]:
 
 
 def _hide_in_lines(lines: list[str], needles: list[str], places: list[float]) -> str:
-    """Each needle a line of its own before one of the lines, never after the last; places are in [0, 1)."""
+    """Insert each needle as a line of its own before one of the lines, never after the last; places are in [0, 1)."""
     before: dict[int, list[str]] = {}
     for needle, place in zip(needles, places, strict=True):
         before.setdefault(int(place * len(lines)), []).append(needle)
@@ -181,7 +182,7 @@ def _hide_in_lines(lines: list[str], needles: list[str], places: list[float]) ->
 
 
 def _hide_in_essay(sentences: list[str], needles: list[str], depths: list[int]) -> str:
-    """Needles before the sentences at these percents of their number, 100 being behind the last."""
+    """Insert each needle before the sentence at its depth in percent of all sentences; 100 is after the last."""
     cuts = [0, *(int(len(sentences) * depth / 100) for depth in depths), len(sentences)]
     pieces = [" ".join(sentences[start:end]) for start, end in zip(cuts, cuts[1:], strict=False)]
     woven = [text for pair in zip(pieces, [*needles, ""], strict=True) for text in pair]

@@ -1,10 +1,10 @@
-"""Needles in a haystack: what a model still finds of a sentence in a text far longer than its rows.
+"""Needles in a haystack: whether a model still finds a sentence in a text far longer than its training rows.
 
     titans evaluate RUN niah --length 16384 --samples 100      S-NIAH-1, 2 and 3 of RULER, at 1K, 2K, .. 16K tokens
     titans evaluate RUN ruler --text essays.txt                RULER's thirteen tasks, and their mean
 
-Prompts are read in pieces by the chunked form, several side by side. An answer's tokens are the likeliest at each place
-(greedy decoding), and count by RULER's string_match_all (see `ruler_tasks`, also for what differs from RULER).
+Prompts are read in pieces by the chunked form, several side by side. Answers are decoded greedily and scored by RULER's
+string_match_all (`ruler_tasks` has it, and the differences from RULER).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def niah(run: Run, options: EvaluationOptions) -> Numbers:
     """RULER's S-NIAH-1, 2 and 3: percent of samples whose value is found, at 1,024, 2,048, .. `options.length` tokens.
 
     Reads `options.samples` samples of each (default 500). Essays are `options.text`, or haystack/nonfiction.jsonl of
-    `options.data`, or, where that is not there, the run's validation documents. Beside the numbers stand those of the
-    Titans paper: of its block that the run's pattern has first, else of lmm. Writes niah.csv, niah.json with every
-    answer and niah.png, accuracy over length and depth, into the run's folder.
+    `options.data`, or, where that is not there, the run's validation documents. The table also has the numbers of the
+    Titans paper for the first block of the run's pattern that is in the paper, else for lmm. Writes niah.csv, niah.json
+    with every answer and niah.png, accuracy over length and depth, into the run's folder.
 
     Raises:
       EvaluationError: the text cannot be read, the length is less than 1,024, or the model's logits are not finite.
@@ -66,8 +66,8 @@ def niah(run: Run, options: EvaluationOptions) -> Numbers:
 def ruler(run: Run, options: EvaluationOptions) -> Numbers:
     """RULER's thirteen tasks, as `niah`, and at every length the mean of those whose questions fit it.
 
-    qa_1 and qa_2 read SQuAD and HotpotQA from `options.data`; where they are not, the mean is without them, as is said.
-    Writes ruler.csv, .json and .png.
+    qa_1 and qa_2 read SQuAD and HotpotQA from `options.data`; where these are missing, the mean is without them, and a
+    line says so. Writes ruler.csv, .json and .png.
     """
     tasks, left_out = dict(TASKS), []
     for name in PARAGRAPH_TASKS:
@@ -133,8 +133,8 @@ def read_essay(run: Run, file: Path | None, text_field: str | None = None) -> Es
 
 
 def draw(answers: list[Answer], note: str, file: Path) -> None:
-    """A panel per task: accuracy over length and depth, white where no needle stood; over length where none has a
-    place."""
+    """A panel per task: accuracy over length and depth, white where there was no needle; over length alone for tasks
+    without depths."""
     tasks, lengths = (list(dict.fromkeys(getattr(each, name) for each in answers)) for name in ("task", "length"))
     rows = -(-len(tasks) // 4)
     with panels(file, len(tasks), 3.4 * min(len(tasks), 4), 3.4 * rows, note=note) as axes_of_tasks:

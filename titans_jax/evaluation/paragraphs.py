@@ -1,8 +1,8 @@
 """RULER's qa_1 and qa_2: a question of SQuAD or HotpotQA about paragraphs, among as many others as fit.
 
-The strings are RULER's (scripts/data/synthetic/qa.py), and so are the questions: number n of a task is number n of the
-file that can be answered. Not RULER's is the order of the paragraphs, which is drawn for every sample; there it is one
-order for each number of them, so that the paragraph of the answer stands at one place in most samples.
+The strings are RULER's (scripts/data/synthetic/qa.py), and so are the questions: question n of a task is the n-th
+question of the file that can be answered. The order of the paragraphs differs: here it is drawn for every sample; in
+RULER it depends only on their number, so that the paragraph with the answer has the same place in most samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DOCUMENT = "Document {number}:\n{text}"
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the answers that are right, the paragraphs that a text always has, and those it has next."""
+    """A question, its right answers, the paragraphs that a text always has, and those that are added to it first."""
 
     query: str
     answers: tuple[str, ...]
@@ -46,10 +46,10 @@ class ParagraphTask:
     questions: tuple[Asked, ...]
     paragraphs: tuple[str, ...]
     generated: int = 32
-    """Tokens of an answer, which a length includes."""
+    """Tokens of an answer, which count towards the length."""
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
-        """Units are paragraphs, again from the first where all are there; see `RulerTask.draft`."""
+        """Units are paragraphs, which are repeated where there are too few; see `RulerTask.draft`."""
         chance, asked = random.Random(number), self.questions[number % len(self.questions)]
         own = {*asked.paragraphs, *asked.next_to_it}
         others = [text for text in self.paragraphs if text not in own]
@@ -66,7 +66,7 @@ class ParagraphTask:
 
 
 def squad(articles: dict[str, Any]) -> ParagraphTask:
-    """The questions of SQuAD 2.0 that have an answer: next to a question's paragraph those of its article."""
+    """The questions of SQuAD 2.0 that have an answer; the other paragraphs of its article are added to a text first."""
     found = []
     for article in articles["data"]:
         texts = [paragraph["context"] for paragraph in article["paragraphs"]]
@@ -93,14 +93,14 @@ PARAGRAPH_TASKS: dict[str, tuple[str, str, Callable[[Any], ParagraphTask]]] = {
     "qa_1": ("squad", "squad/dev-v2.0.json", squad),
     "qa_2": ("hotpotqa", "hotpotqa/hotpot_dev_distractor_v1.json", hotpotqa),
 }
-"""RULER's name: the data set, its file, and what is made of it."""
+"""By RULER's name: the data set, its file, and the function that makes the task of its content."""
 
 
 def read_task(folder: Path, task: str) -> ParagraphTask:
     """One of the two tasks, from the folder of data sets.
 
     Raises:
-      EvaluationError: its file is missing, cannot be read or holds no questions; one sentence.
+      EvaluationError: its file is missing, cannot be read or holds no questions.
     """
     name, path, make = PARAGRAPH_TASKS[task]
     file = find_file(folder, path)

@@ -34,7 +34,7 @@ class Evaluation:
     tokens: int
     """Predicted targets."""
     bytes: int
-    """Bytes of text those targets stand for; end-of-document marks are predicted but stand for none."""
+    """Bytes of text that these targets stand for; the ends of documents are predicted too but stand for none."""
 
     @property
     def loss(self) -> float:

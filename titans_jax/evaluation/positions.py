@@ -2,12 +2,12 @@
 
 A row is one document, from its first token. It is read in windows of `data.sequence_length` tokens through
 `LanguageModel.extend`, once with the state carried on from window to window and once, for comparison, with an empty
-state at every window. The difference is what the state is worth at that length: the memories, and the caches of
-attention in blocks that have any. Later positions are those of the longer documents alone, so every bucket of positions
-says how many reach it. A text whose documents are all short is read in stretches across documents instead.
+state at every window. The difference is the gain from the state at that length: from the memories, and from the caches
+of attention in blocks that have any. Only the longer documents reach later positions, so every bucket of positions
+says how many do. A text whose documents are all short is read in stretches across documents instead.
 
-The state has one size at any length, but for the cache of an "attention" block, which has room for the longest row; one
-compiled function reads all windows, and of what was measured only sums over buckets are kept.
+The state has one size at any length, except for the cache of an "attention" block, which has room for the longest row;
+one compiled function reads all windows, and only the sums over buckets are kept.
 """
 
 import dataclasses
@@ -40,56 +40,56 @@ if TYPE_CHECKING:
     from titans_jax.training import Run
 
 FIRST_BUCKET = 512
-"""Tokens of the first bucket; each further one ends at twice the position of the one before."""
+"""Tokens of the first bucket; each later one ends at twice the position of the one before."""
 SIDE_BY_SIDE = 4
-"""Rows that are read at a time, and stretches of a text without long documents."""
+"""Rows that are read at a time; also the number of stretches of a text without long documents."""
 STRETCH = 65536
-"""Tokens whose text is in memory at a time."""
+"""Tokens that are decoded to text at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """What was measured at positions `first` to `last` of all rows, counted from 0, both included."""
+    """The measurements at positions `first` to `last` of all rows, counted from 0, both included."""
 
     first: int
     last: int
     documents: int
-    """Rows that reach it: documents, or stretches where the text has no long ones."""
+    """Rows that reach this bucket: documents, or stretches where the text has no long documents."""
     tokens: int
     """Predicted targets, of all rows."""
     bytes: int
-    """How many bytes of text they stand for."""
+    """Bytes of text that these targets stand for."""
     loss: float
-    """Mean cross entropy in nats per token, with the state that is asked for."""
+    """Mean cross entropy in nats per token, with the state carried on (empty at every window for memory "fresh")."""
     perplexity: float
     """exp(loss)."""
     cumulative_perplexity: float
-    """That of all positions up to `last`."""
+    """Perplexity of all positions up to `last`."""
     bits_per_byte: float
-    """The loss over the bytes."""
+    """The same loss in bits per byte of text."""
     fresh_bits_per_byte: float
-    """With an empty state at every window."""
+    """Bits per byte with an empty state at every window."""
     gain: float
-    """fresh_bits_per_byte - bits_per_byte: what the state of the windows before is worth."""
+    """fresh_bits_per_byte - bits_per_byte: the gain from the state of earlier windows."""
 
 
 SHOWN = ("first", "last", "documents", "perplexity", "cumulative_perplexity", "bits_per_byte", "gain")
-"""Columns of the table that is printed, which has room in 80 letters; the files have all."""
+"""Columns of the table that is printed, which fits in 80 characters; the files have all columns."""
 
 
 @register_evaluator()
 def positions(run: "Run", options: EvaluationOptions) -> Numbers:
     """Loss, perplexity and bits per byte by position in long documents, each read from its first token.
 
-    Reads the first `options.length` tokens of each document that fills the first bucket of positions and a row of
-    training, of the first `options.samples` of them (default all), cut down to whole windows. Where none is longer than
-    a row of training, reads 4 stretches (or `options.samples`) of the joined text, and says so. Writes positions.csv,
-    positions.json and positions.png into the run's folder (positions_off or positions_fresh for these two memories).
-    With memory "fresh" both losses are those of empty states.
+    Of the documents that fill the first bucket of positions and a row of training, reads the first `options.samples`
+    (default all), each up to `options.length` tokens, cut down to whole windows. Where none fills a second window,
+    reads 4 stretches (or `options.samples`) of the joined text, and says so. Writes positions.csv, positions.json and
+    positions.png into the run's folder (named positions_off or positions_fresh for memory "off" or "fresh"). With
+    memory "fresh" both losses are those of empty states.
 
     Raises:
       EvaluationError: the text is no file, or shorter than one row; the length is less than a window; or a loss is not
-        finite, and then the buckets before are written.
+        finite, in which case the buckets before it are written.
     """
     window = run.config.data.sequence_length
     corpus = read_corpus(run, options.text)
@@ -141,11 +141,11 @@ def read_corpus(run: "Run", file: Path | None) -> data.Corpus:
 
 
 def document_rows(corpus: data.Corpus, length: int, window: int, most: int | None = None) -> list[np.ndarray]:
-    """A row for each document that is long enough, the first `most`: int [tokens + 1] each, from the token in front of
-    the document on, cut down to `length` tokens and to whole windows; views of the corpus.
+    """A row for each of the first `most` documents that are long enough: int [tokens + 1] each, from the token in front
+    of the document on, cut down to `length` tokens and to whole windows; views of the corpus.
 
-    Documents shorter than the first bucket of positions or than a window are left out; none are left where no other
-    fills a second window.
+    Documents shorter than the first bucket of positions or than a window are left out. The result is empty if no
+    document fills a second window, unless `length` is a single window.
 
     Raises:
       EvaluationError: length is less than a window.
@@ -185,7 +185,7 @@ def _whole_windows(length: int, window: int) -> int:
 
 
 class LongReader:
-    """Reads long rows window by window, in one compiled function for all windows and all models of a structure."""
+    """Reads long rows window by window, with one compiled function for all windows and all models of one structure."""
 
     def __init__(self, graphdef: nnx.GraphDef, *, closed: bool = False):
         """closed: windows are whole chunks, see `LanguageModel.extend`."""
@@ -210,10 +210,10 @@ class LongReader:
     def losses(
         self, params: Any, rows: Sequence[np.ndarray], window: int, *, fresh: bool, room: int | None = None
     ) -> Iterator[np.ndarray]:
-        """The same for each window, float64 [window], summed over the rows that reach it.
+        """The losses of `loss_by_position` for each window, float64 [window], summed over the rows that reach it.
 
-        rows: of whole windows each and the token that follows them, int [tokens + 1]. room: tokens that the state has
-        room for, where it grows with them; None is the longest row's.
+        rows: each of whole windows and the token that follows them, int [tokens + 1]. room: tokens that the state has
+        room for, where its size depends on them; None: as many as the longest row has.
         """
         longest = max(map(len, rows)) - 1
         state = self._empty(params, len(rows), room or longest)
@@ -238,8 +238,8 @@ def bucket_ends(length: int, end: int = FIRST_BUCKET) -> Iterator[tuple[int, int
 def _read(
     run: "Run", rows: list[np.ndarray], places: list[tuple[int, int]], *, carried: bool
 ) -> tuple[np.ndarray, float]:
-    """The losses summed over each bucket of all rows, with the state carried on, where that is asked for, and with
-    empty ones, float64 [1 or 2, buckets]; and the tokens read in a second."""
+    """The losses of all rows summed over each bucket, float64 [1 or 2, buckets]: with the state carried on, if
+    `carried`, and with empty states; and the tokens read per second."""
     window = run.config.data.sequence_length
     reader = LongReader(run.graphdef, closed=window % granularity(run.config.model) == 0)
     rows = sorted(rows, key=len, reverse=True)

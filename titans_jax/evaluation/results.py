@@ -1,4 +1,4 @@
-"""What every evaluator with a table writes of it: the header, the names of its files, and the note of its picture."""
+"""Parts shared by all evaluators with a table: the header, the names of its files, and the note of its picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Table(list[dict[str, Any]]):
-    """The rows of a task, with what a reader must know of the numbers, by name: it is printed above them."""
+    """The rows of a task, with a header of what a reader must know of the numbers, which is printed above them."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], header: dict[str, Any]):
         super().__init__(rows)
@@ -36,5 +36,5 @@ def note_of(header: Mapping[str, Any]) -> str:
 
 
 def file_of(run: Run, options: EvaluationOptions, name: str) -> Path:
-    """The files of a result, without their endings: memories that are off or fresh have files of their own."""
+    """The path of a result's files without suffix; results with memory "off" or "fresh" have files of their own."""
     return run.folder / (name if options.memory == "on" else f"{name}_{options.memory}")

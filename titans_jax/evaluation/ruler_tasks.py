@@ -1,8 +1,8 @@
 """The tasks of RULER (arXiv 2404.06654) by name, samples of them at a length, and their score.
 
-Eleven of its thirteen; qa_1 and qa_2, which read SQuAD and HotpotQA, are made by `paragraphs`. Strings, counts and
-scores are RULER's; the modules of the tasks say what is not. The text of every sample is as long as fits, where
-versions of RULER before June 2025 fell short of the length by up to 500 words.
+Eleven of its thirteen tasks are here; qa_1 and qa_2, which read SQuAD and HotpotQA, are made by `paragraphs`. Strings,
+counts and scores are RULER's; the modules of the tasks describe the differences. The text of every sample is as long as
+fits, while versions of RULER before June 2025 fell short of the length by up to 500 words.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class RulerTask(Protocol):
 
     @property
     def generated(self) -> int:
-        """Tokens of an answer, which a length includes."""
+        """Tokens of an answer, which count towards the length."""
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
-        """Question `number`, always the same one, for texts of `length` tokens, which are still to be filled.
+        """Question `number`, always the same one, for a text of `length` tokens, which is still to be filled.
 
-        essay: the text to hide something in, of tasks that do; count_tokens: of a text, for a model's tokenizer.
+        essay: the text of tasks that hide something in one; count_tokens: counts a text's tokens for a tokenizer.
         """
 
 
@@ -55,7 +55,7 @@ class Sample:
     prompt: str
     answers: tuple[str, ...]
     depth: float | None
-    """Where the first needle that is asked for stands, from 0, the prompt's first character, to 1; None without one."""
+    """Place of the first needle that is asked for, from 0 (the prompt's first character) to 1; None without needles."""
     one_is_enough: bool = False
     """See `Draft`."""
 
@@ -76,9 +76,9 @@ def make_sample(task: RulerTask, essay: Essay, count_tokens: Callable[[str], int
 
 
 def most_units(draft: Draft, count_tokens: Callable[[str], int], room: int) -> int:
-    """The most units with which a prompt has at most `room` tokens, while one more has not; its fewest where none has.
+    """The most units with which a prompt has at most `room` tokens, or the draft's fewest where even these have more.
 
-    Prompts grow almost evenly, so a line through two of them is nearly right, and few long prompts are made.
+    Prompts grow almost linearly, so that linear interpolation needs to make only few long prompts.
     """
 
     def beyond(units: int) -> int:
@@ -89,14 +89,14 @@ def most_units(draft: Draft, count_tokens: Callable[[str], int], room: int) -> i
     while above <= 0:
         per_unit = (above - below) / max(high - low, 1)
         low, below = high, above
-        # A little further than the line says, so that the next is too long; at first it says little.
+        # A little further than the line, so that the next is too long; at most fourfold, as the line is vague at first.
         further = 1.05 * -below / per_unit if per_unit > 0 else math.inf
         high = low + max(1, int(min(further, 3 * low)))
         above = beyond(high)
     for tries in itertools.count():
         if high - low <= 1:
             return low
-        # Halves, where prompts grow so unevenly that the line does not find it.
+        # Bisection, where prompts grow so unevenly that interpolation does not converge.
         on_the_line = -below * (high - low) // (above - below) if tries < 9 else (high - low) // 2
         middle = low + min(max(on_the_line, 1), high - low - 1)
         tokens = beyond(middle)
@@ -107,8 +107,8 @@ def most_units(draft: Draft, count_tokens: Callable[[str], int], room: int) -> i
 
 
 def score(answers: tuple[str, ...], prediction: str, one_is_enough: bool = False) -> float:
-    """RULER's string_match_all: the share of the answers that stand in the prediction, whatever the case; or its
-    string_match_part, whether one of them does."""
+    """RULER's string_match_all: the share of the answers that the prediction contains, ignoring case; with
+    `one_is_enough` its string_match_part: 1 if the prediction contains any of them, else 0."""
     said = re.sub(r"[\x00-\x1f]", "\n", prediction.strip()).lower()
     stand = [answer.lower() in said for answer in answers]
     return float(any(stand)) if one_is_enough else sum(stand) / len(stand)

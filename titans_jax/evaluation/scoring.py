@@ -1,11 +1,11 @@
-"""Likelihoods of many continuations at once: side by side, window by window, a context that several share read once.
+"""Likelihoods of many continuations at once: read side by side and window by window, and a shared context once.
 
     scorer = Scorer(run)
     for number, score in scorer.score([(context_ids, continuation_ids), ...]): ...
 
 All texts are read by one compiled function, of `rows` x one window of tokens, whatever their lengths: a state is
-carried from window to window, and texts of like lengths stand side by side. What follows a text's end in its last
-window is padding, which no token before it sees.
+carried from window to window, and texts of similar length are read side by side. The rest of a text's last window is
+padding, which no token before it sees.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
     from titans_jax.training import Run
 
 WINDOW = 64
-"""Tokens of a window, or as many as a chunk (a segment of MAC) has where that is more."""
+"""Tokens of a window, or of a chunk (a segment of MAC) where that has more."""
 ROWS = 64
 STATE_BYTES = 1 << 31
-"""What the states of all rows may take: fewer rows where a model's are larger."""
+"""Bytes that the states of all rows may take together; a model with larger states is read in fewer rows."""
 UNEVEN = 100_000
-"""Tokens of padding in a batch from which on fewer rows are read at a time."""
+"""With more tokens of padding in a batch than this, fewer rows are read at a time."""
 FEW = 8
 SAVED = 2
-"""Windows that must be saved for a context to be read once: its continuations find fewer of like length beside them."""
+"""A shared context is read only once if that saves at least this many windows: its continuations are then batched with
+fewer others of similar length."""
 
 
 class Score(NamedTuple):
-    """log_likelihood: of a continuation after its context, summed over its tokens, in nats. greedy: whether each of
-    them is the likeliest. finite: False where the model's logits are not, so that neither means anything."""
+    """log_likelihood: of a continuation after its context, summed over its tokens, in nats. greedy: whether each of its
+    tokens is the likeliest. finite: False where the model's logits are not finite; the other two then mean nothing."""
 
     log_likelihood: float
     greedy: bool
@@ -69,7 +70,7 @@ class Scorer:
         self._read = jax.jit(self._read_window)
 
     def score(self, requests: Sequence[Request]) -> Iterator[tuple[int, Score]]:
-        """Yield the number of every request with its score, in an order of its own.
+        """Yield the number of every request with its score, in any order.
 
         A continuation without tokens is certain: 0 nats.
         """
@@ -87,11 +88,11 @@ class Scorer:
             yield from self._share(requests, shared[start : start + self.rows])
 
     def _begins(self, request: Request) -> int:
-        """Tokens of a context's whole windows, without its last token, whose logits a continuation needs."""
+        """Tokens in the whole windows of a context without its last token, whose logits a continuation needs."""
         return (len(request[0]) - 1) // self.window * self.window
 
     def _batches(self, numbers: list[int], length: Any) -> Iterator[tuple[list[int], int]]:
-        """Groups of requests that are sorted by length, the longest first, and the rows to read them in."""
+        """Groups of the given requests, which are sorted by length, longest first, with the rows to read each in."""
         start, few = 0, min(FEW, self.rows)
         while start < len(numbers):
             batch, rows = numbers[start : start + self.rows], self.rows
@@ -102,7 +103,7 @@ class Scorer:
             start += len(batch)
 
     def _share(self, requests: Sequence[Request], contexts: list[list[int]]) -> Iterator[tuple[int, Score]]:
-        """Read what contexts begin with, as much of each as of the shortest, and go on from copies of the state."""
+        """Read the beginnings of contexts, all as far as the shortest allows, and continue from copies of the state."""
         begin = min(self._begins(requests[numbers[0]]) for numbers in contexts)
         row_of = {number: row for row, numbers in enumerate(contexts) for number in numbers}
         longest = max(sum(map(len, requests[number])) for number in row_of)
@@ -121,7 +122,7 @@ class Scorer:
     def _continue(
         self, requests: Sequence[Request], batch: list[int], begin: int, rows: int, state: Any
     ) -> Iterator[tuple[int, Score]]:
-        """Score a batch, of whose texts a state of so many rows has read the first `begin` tokens."""
+        """Score a batch of texts, of which `state`, with `rows` rows, has read the first `begin` tokens."""
         texts = [np.concatenate(requests[number]).astype(np.int32) for number in batch]
         starts, ends = ([len(requests[number][0]) for number in batch], [len(text) for text in texts])
         longest = max(ends)
@@ -141,7 +142,7 @@ class Scorer:
             yield number, Score(-float(np.sum(nats, dtype=np.float64)), bool(np.all(greedy)), bool(np.all(finite)))
 
     def _pieces(self, length: int) -> Iterator[tuple[int, int]]:
-        """First token and size of the windows that hold so many tokens; the last may be cut down where it is long."""
+        """First token and size of the windows for `length` tokens; the last may be smaller where windows are large."""
         for start in range(0, length, self.window):
             size = self.window
             while size % 2 == 0 and size // 2 >= max(WINDOW, length - start):
@@ -156,11 +157,11 @@ class Scorer:
         return filled
 
     def _empty(self, rows: int, length: int) -> Any:
-        # Only full attention and caching ask for it; rounded, so that texts of similar length share a compilation.
+        # Only full attention and caching use the length; rounded, so that texts of similar length share a compilation.
         return self._states.empty(self._params, rows, -(-(length + self.window) // CACHE_MULTIPLE) * CACHE_MULTIPLE)
 
     def _read_window(self, params: Any, state: Any, tokens: jax.Array, targets: jax.Array) -> tuple[Any, ...]:
-        """Nats of the targets float32, whether they are the likeliest and whether logits are
+        """Cross entropy of the targets in nats (float32), whether each is the likeliest, and whether the logits are
         finite, [rows, time] each; and the next state."""
         logits, state = nnx.merge(self._graphdef, params).extend(tokens, state, closed=True)
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]

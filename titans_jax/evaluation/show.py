@@ -1,4 +1,4 @@
-"""What is printed of evaluations: which there are, what data they read, and their results."""
+"""Printed lists and tables: the evaluations, the data they read, and their results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from titans_jax.evaluation.measure import sets_of
 
 
 def list_evaluators(folder: Path) -> None:
-    """Every evaluator with the first sentence of what it says of itself, and whether its data sets are in a folder."""
+    """Print every evaluator with the first paragraph of its docstring, and whether its data sets are in a folder."""
     for name, evaluator in EVALUATORS.items():
         what = " ".join((evaluator.__doc__ or "").split("\n\n")[0].split())
         missing = [each for each in sets_of(name) if find_file(folder, SETS[each].file) is None]
@@ -26,7 +26,7 @@ def list_evaluators(folder: Path) -> None:
 
 
 def list_sets(folder: Path) -> None:
-    """Every data set, its size where it is in the folder, and where it comes from."""
+    """Print every data set, its size if it is in the folder, and where it comes from."""
     for name, one in SETS.items():
         file = find_file(folder, one.file)
         there = "not there" if file is None else f"{_size(file) / 1e6:,.1f} MB"
@@ -39,11 +39,11 @@ def _size(file: Path) -> int:
 
 
 def fetch_sets(names: Sequence[str], folder: Path, path: str | None) -> None:
-    """Fetch data sets, or all that have an address, and say where each is.
+    """Fetch data sets (for the name "all", every one that has a source), and print where each is.
 
     Raises:
-      ConfigError: one path for several sets.
-      DataError: a set cannot be had.
+      ConfigError: one path is given for several sets.
+      DataError: a set cannot be fetched.
     """
     names = tuple(name for name, one in SETS.items() if one.has_source) if tuple(names) == ("all",) else names
     if path is not None and len(names) > 1:
@@ -53,7 +53,7 @@ def fetch_sets(names: Sequence[str], folder: Path, path: str | None) -> None:
 
 
 def print_numbers(numbers: Numbers) -> None:
-    """Results of evaluators: a line for every number, a table for every list of rows, below what its header says."""
+    """Print results of evaluators: a line for every number, and a table, below its header, for every list of rows."""
     width = max(14, *(len(name) + 2 for name in numbers))
     printed: dict[str, Any] = {}
     for name, value in numbers.items():
@@ -61,7 +61,7 @@ def print_numbers(numbers: Numbers) -> None:
             print(f"{name.replace('_', ' '):{width}}{value:,.6g}")
             continue
         header = getattr(value, "header", printed)
-        if header != printed:  # that of an evaluator's tables is one
+        if header != printed:  # the tables of one evaluator share a header, which is printed once
             printed = header
             for key, what in header.items():
                 print(f"{key.replace('_', ' '):{width}}{what}")

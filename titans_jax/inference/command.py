@@ -1,6 +1,6 @@
 """`titans generate` and `titans read`: text out of a trained model, and text into a memory that is kept.
 
-What a command can be told is a dataclass: its fields are the options, with their types, defaults and help.
+The options of a command are the fields of a dataclass, with their types, defaults and help.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ class GenerateOptions:
     prompt_file: Path | None = None
     """A file with the text to continue, where it is too long for a command line."""
     memory: Path | None = None
-    """What the model has read before the prompt: a file of `titans read`, which stays as it is."""
+    """A memory that `titans read` wrote, to begin with instead of an empty one; the file is not changed."""
     max_tokens: int = 512
-    """Tokens to write at most; the model may end the document before."""
+    """Tokens to write at most; the model may end the document earlier."""
     stop: tuple[str, ...] = ()
-    """Texts that end the continuation, which ends before them."""
+    """Texts at which the continuation ends; they are not printed."""
     temperature: float = 0.8
     """Divides the logits; 0 always takes the most likely token."""
     top_k: int | None = None
@@ -52,27 +52,27 @@ class GenerateOptions:
     min_p: float | None = None
     """Draw from the tokens at least this many times as likely as the likeliest."""
     repetition_penalty: float = 1.0
-    """Makes tokens of the prompt and the continuation less likely; 1 does not, 1.2 is usual."""
+    """Makes tokens of the prompt and the continuation less likely; 1 is no penalty, 1.2 is usual."""
     seed: int = 0
     """The same seed gives the same text."""
     samples: int = 1
-    """How many continuations, from seeds one after another."""
+    """How many continuations; they use the seeds `seed`, `seed` + 1, ..."""
     interactive: bool = False
-    """Ask for a text, continue it, ask again, all of it remembered; an empty line or Ctrl-D ends."""
+    """Ask for a text, continue it, and ask again, with all turns in the memory; an empty line or Ctrl-D ends."""
     speed: bool = False
-    """Say tokens a second on the error stream."""
+    """Print tokens per second on standard error."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Read texts of any length with a trained model, at constant memory, and keep what it carries then."""
+    """Read texts of any length with a trained model, at constant memory use, and save the resulting memory."""
 
     run: Positional[Path]
     """The folder that training wrote."""
     texts: Positional[tuple[Path, ...]]
     """Text files (.xz and .gz too), read one after another as one text."""
     memory: Path = Path("text.memory")
-    """Where to keep it, as safetensors; a memory that is there is read on from."""
+    """The memory's file, in safetensors; if it exists, reading continues from that memory."""
 
 
 def generate(options: GenerateOptions, run: "Run", sampling: Sampling) -> None:
@@ -92,10 +92,10 @@ def generate(options: GenerateOptions, run: "Run", sampling: Sampling) -> None:
 
 
 def _text_of(options: GenerateOptions) -> str:
-    """What `prompt_file` holds, bytes that are no UTF-8 as a prompt on the command line has them.
+    """The text of `prompt_file`; bytes that are not UTF-8 become surrogates, as in a prompt on the command line.
 
     Raises:
-      ConfigError: there is no such file, or a prompt too.
+      ConfigError: there is no such file, or a prompt is given too.
     """
     if options.prompt:
         raise ConfigError("prompt and prompt_file are both given; use one of them")
@@ -107,7 +107,7 @@ def _text_of(options: GenerateOptions) -> str:
 def _converse(
     options: GenerateOptions, run: "Run", generator: Generator, reader: Reader, memory: Memory | None
 ) -> None:
-    """Continue one text after another, each with all before it in the memory."""
+    """Continue one text after another, each with everything before it in the memory."""
     memory, prompt = memory or reader.start(), options.prompt
     for turn in range(1 << 31):
         if not prompt:
@@ -142,12 +142,12 @@ def _say(
 
 
 def _print(text: str) -> None:
-    """Print at once; what is no character of UTF-8, as a prompt may hold, as "?"."""
+    """Print at once; characters that UTF-8 cannot encode, which a prompt may hold, are printed as "?"."""
     print(text.encode("utf-8", "replace").decode(), end="", flush=True)
 
 
 def read(options: ReadOptions, run: "Run") -> None:
-    """Read, say how fast and how well, and keep the memory."""
+    """Read texts, save the memory, and print the speed and the loss."""
     for file in options.texts:
         if not file.is_file():
             raise MemoryFileError(f"texts has {str(file)!r}, which is no file; give text files")
@@ -208,9 +208,9 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
 
 
 def tenths(marks: list[tuple[float, int]]) -> list[float]:
-    """Tokens a second in each tenth of a reading, of the times at which its pieces were read and the tokens until then.
+    """Tokens per second in each tenth of a reading; marks: (time, tokens read until then) after every piece.
 
-    The first piece waits for the compiler, and so does every smaller one behind the last of the largest.
+    The first piece waits for the compiler, and so do the smaller ones at the end: both are left out.
     """
     sizes = np.diff([tokens for _, tokens in marks])
     if len(sizes):

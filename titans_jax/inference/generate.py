@@ -21,25 +21,25 @@ from titans_jax.inference.rows import RowStates
 from titans_jax.inference.sampling import Sampling, sample
 
 PIECES = (256, 16)
-"""Prompt lengths that are compiled; what is left is read token by token. `extend` is exact at any split."""
+"""Sizes of the pieces in which a prompt is read; the rest is read token by token. `extend` is exact at any split."""
 
 CACHE_MULTIPLE = 512
 NOT_FINITE = -1
-"""In place of a token, where logits are infinite or no numbers."""
+"""In place of a token, where logits are infinite or NaN."""
 CAUSE = "a learning rate that was too high, or a text too long for an unstable memory, makes them so"
 
 
 class NotFiniteLogits(TitansError, ValueError):
-    """A model whose logits are infinite or no numbers."""
+    """A model whose logits are infinite or NaN."""
 
 
 def prefill(model: nnx.Module, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Read a prompt; the logits of the token after it, and the next state.
+    """Read a prompt; return the logits of the token after it, and the next state.
 
     Args:
       model: a titans_jax.models.LanguageModel.
       tokens: int32 [batch, time].
-      state: of `model.init_state`, or what an earlier call returned.
+      state: from `model.init_state` or an earlier call.
 
     Returns:
       logits [batch, vocab], and the state after the prompt.
@@ -80,10 +80,10 @@ class Generator:
     ) -> Iterator[str]:
         """Yield the text of the continuation as it becomes known, until the document ends or after `max_tokens`.
 
-        until: texts that end it too, and are not yielded. memory: what was read before the prompt.
+        until: texts that end it too, and are not yielded. memory: the memory of a text read before the prompt.
 
         Raises:
-          NotFiniteLogits: the model says nothing of the next token.
+          NotFiniteLogits: the model's logits are not finite.
         """
         pieces = stream_text(self.tokens(params, prompt, max_tokens, seed, memory), self._tokenizer)
         return stream_before(pieces, until) if until else pieces
@@ -105,10 +105,10 @@ class Generator:
         until: Sequence[str] = (),
         seed: int = 0,
     ) -> list[str]:
-        """The continuations of several prompts, read side by side: each has the tokens that it would have alone.
+        """The continuations of several prompts, read side by side: each is the same as if its prompt were alone.
 
         A continuation ends with the document, before the first of the texts `until`, or after `max_tokens`. Prompts of
-        like lengths are read fastest.
+        similar length are read fastest.
 
         Raises:
           NotFiniteLogits: as `stream`.
@@ -127,8 +127,8 @@ class Generator:
         return [cut_before(self._tokenizer.decode(row), until) for row in said]
 
     def encode(self, prompt: str, memory: Memory | None = None) -> np.ndarray:
-        """A prompt as it is read, int32 [tokens]; behind a memory, as it goes on from the memory's text."""
-        # Documents are trained with the token between documents in front, so an empty prompt is a prompt too.
+        """The tokens to read for a prompt, int32 [tokens]; with a memory, the prompt continues the memory's text."""
+        # As in training, a document has the token between documents in front, so an empty prompt has a token too.
         last = self._tokenizer.bos_id if memory is None else memory.last
         preceding = "" if memory is None else self._tokenizer.decode([last])[-1:].replace("\ufffd", "")
         return np.concatenate([[last], encode_after(self._tokenizer, preceding, prompt)]).astype(np.int32)
@@ -136,14 +136,15 @@ class Generator:
     def _side_by_side(
         self, params: Any, prompts: Sequence[str], max_tokens: int, seed: int, memory: Memory | None = None
     ) -> Iterator[list[tuple[int, int]]]:
-        """Yield rows with the next tokens of their continuations, `max_tokens` for each row in the end.
+        """Yield lists of (row, next token of its continuation), until each row has `max_tokens` tokens.
 
-        What all prompts have room for is read in pieces. Behind it each row goes on by its own prompt and then by what
-        it says, token by token: a long one still reads while a short one speaks already.
+        Up to nearly the length of the shortest prompt, all prompts are read in pieces. From there each row reads token
+        by token, first the rest of its own prompt and then its continuation, so that short prompts are continued while
+        long ones are still being read.
         """
         ids = [self.encode(prompt, memory) for prompt in prompts]
         ends, out = np.array([len(row) for row in ids]), np.zeros(len(ids), np.int32)
-        # Only full attention and caching ask for it; rounded, so that prompts of similar length share a compilation.
+        # Only full attention and caching use the length; rounded, so that similar lengths share a compilation.
         length = -(-(max(ends) + max_tokens) // CACHE_MULTIPLE) * CACHE_MULTIPLE
         state, read = self._states.empty(params, len(ids), int(length)), 0
         if memory is not None:
@@ -173,10 +174,10 @@ class Generator:
     def _read_and_sample(
         self, params: Any, tokens: jax.Array, state: Any, key: jax.Array, number: jax.Array, seen: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """Read a token a row [rows], of a separate state; the tokens drawn after them [rows], and the next state.
+        """Read one token per row [rows] into a `separate` state; return the tokens drawn next [rows] and the new state.
 
-        number: int32 [rows], which draw of a row's this is, so that it does not depend on other rows. seen: bool
-        [rows, vocab], the tokens of a row's prompt and continuation so far.
+        number: int32 [rows], how many tokens the row has drawn so far: it seeds the draw, which therefore does not
+        depend on other rows. seen: bool [rows, vocab], the tokens of a row's prompt and continuation so far.
         """
         model = nnx.merge(self._graphdef, params)
 
@@ -191,12 +192,12 @@ class Generator:
 
 
 def cut_before(text: str, until: Sequence[str]) -> str:
-    """What stands before the first of these texts that stands in `text`; all of it where none does."""
+    """The part of `text` before the first occurrence of any of these texts; all of it where there is none."""
     return text[: min((place for place in map(text.find, until) if place >= 0), default=len(text))]
 
 
 def stream_before(pieces: Iterable[str], until: Sequence[str]) -> Iterator[str]:
-    """`cut_before` of a text that comes in pieces: what may become one of the texts is held back until it is known."""
+    """`cut_before` for a text that comes in pieces: what may be the beginning of one of the texts is held back."""
     held = ""
     for piece in pieces:
         held += piece

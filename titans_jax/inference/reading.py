@@ -1,13 +1,13 @@
-"""A memory that can be kept: what a model carries after reading a text of any length, saved, read on, asked later.
+"""A memory that can be kept: the state of a model after reading a text of any length, to be saved and used later.
 
     reader = Reader(run.graphdef, run.params, run.tokenizer)
     memory, loss = reader.read(reader.start(), reader.encode("a long text"))
     memory.save("book.memory")
     memory = Memory.load("book.memory", reader)
 
-A memory is the model's state (fast weights, momentum, anchors, convolution tails, windows of attention, positions), of
-constant size whatever was read, and the last token, which the state has not read yet: what follows is predicted from
-it.
+A memory is the model's state (fast weights, momentum, anchors, convolution tails, windows of attention, positions),
+whose size does not depend on the text, and the last token, which the state has not read yet: the next token is
+predicted from it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ LATER = {
     "memory.skip_projection": False,
     "memory.log_linear_levels": 0,
 }
-"""Fields of the model's configuration that came after the first memory files, and the values with which a model is
-what it was without them: so a file of before is still one of the same model."""
+"""Fields of the model's configuration that were added after the first memory files, each with the value at which it has
+no effect. At this value a field is left out of the fingerprint, so that older files still fit their model."""
 LONG = 1 << 30
-"""A length at which whatever grows with what is read has grown; no array of it is made."""
+"""A length at which any part of a state that grows with the text is larger; only shapes are computed for it."""
 PIECE = 1024
 """Tokens read at once, or the next whole number of segments."""
 SMALL_PIECES = (256, 16, 1)
-"""What is read at once where a segment is open, or fewer tokens are left."""
+"""Sizes of pieces where a segment has begun already, or fewer tokens are left."""
 
 
 class MemoryFileError(TitansError, ValueError):
@@ -72,10 +72,10 @@ class MemoryFileError(TitansError, ValueError):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a model carries after reading.
+    """The state of a model after reading a text.
 
-    state: the pytree that `LanguageModel.init_state` makes, of one row. last: the token that comes next to be read.
-    tokens: how many the state has read. fingerprint: that of the model (`fingerprint`).
+    state: the pytree that `LanguageModel.init_state` makes, with one row. last: the last token of the text, which the
+    state has yet to read. tokens: how many the state has read. fingerprint: of the model (function `fingerprint`).
     """
 
     state: Any
@@ -84,10 +84,12 @@ class Memory:
     fingerprint: str
 
     def save(self, file: str | Path) -> None:
-        """Write it as safetensors, an array by its name in the state; beside its place first, and there whole.
+        """Write the memory as safetensors, each array named by its path in the state.
+
+        The file is written under another name first and then renamed, so that it is there whole or not at all.
 
         Raises:
-          OSError: it cannot be written; what was there before is whole.
+          OSError: it cannot be written; an earlier file of this name is left whole.
         """
         arrays = {name: np.array(leaf, order="C") for name, leaf in named_leaves(self.state).items()}
         about = {"format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens), "last": str(self.last)}
@@ -101,7 +103,7 @@ class Memory:
         """The memory that `save` wrote, for the model of `reader`.
 
         Raises:
-          MemoryFileError: no such file, none of a memory, or another model's.
+          MemoryFileError: there is no such file, it holds no memory, or the memory is another model's.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -133,7 +135,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Loss:
-    """What the tokens of a reading cost."""
+    """Summed cross entropy of the tokens of a reading, and their number."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -149,8 +151,8 @@ class Reader:
       graphdef, params: the model. tokenizer: the one it was trained with.
 
     Raises:
-      MemoryFileError: the model keeps every token (full attention) or more and more memories (caching), so that no
-        memory of constant size is to be had.
+      MemoryFileError: the model keeps every token (full attention) or more and more memories (caching), so that its
+        state has no constant size.
     """
 
     def __init__(self, graphdef: nnx.GraphDef, params: Any, tokenizer: Tokenizer):
@@ -173,7 +175,7 @@ class Reader:
         return Memory(state, self._tokenizer.bos_id, 0, self.fingerprint)
 
     def encode(self, text: str | Iterable[str], memory: Memory | None = None) -> Iterator[np.ndarray]:
-        """A text, or its parts, as tokens int32 [any], stretch by stretch; `memory`: which it goes on from."""
+        """The tokens of a text, or of its parts, stretch by stretch, int32 [any]; `memory`: the one it continues."""
         for preceding, stretch in stretches([text] if isinstance(text, str) else text):
             if not preceding and memory is not None and memory.tokens:
                 preceding = self._tokenizer.decode([memory.last])[-1:].replace("\ufffd", "")
@@ -182,9 +184,9 @@ class Reader:
     def read(
         self, memory: Memory, tokens: Iterable[np.ndarray], told: Callable[[Loss], None] = lambda _: None
     ) -> tuple[Memory, Loss]:
-        """The memory after tokens, given in stretches of any length, and what they cost; `memory` stays as it is.
+        """The memory after tokens, given in stretches of any length, and their loss; `memory` is not changed.
 
-        told: of the loss up to here, after every piece.
+        told: called with the loss so far after every piece.
         """
         state, last, count, loss = memory.state, memory.last, memory.tokens, Loss()
         waiting = np.array([last], np.int32)
@@ -201,7 +203,8 @@ class Reader:
         return Memory(state, int(waiting[0]), count, self.fingerprint), loss
 
     def _next_piece(self, count: int, available: int) -> int:
-        """How many tokens to read next: a whole piece from a segment's start on, else as few sizes as will do."""
+        """How many tokens to read next: a whole piece at the start of a segment, else the largest of SMALL_PIECES that
+        fits the tokens available and the rest of a segment that has begun."""
         behind = count % self._grain
         if not behind and available >= self._piece:
             return self._piece
@@ -226,7 +229,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def save_arrays(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -> None:
-    """Write safetensors with the permissions of any other file: the library's own are the writer's alone."""
+    """Write safetensors with the permissions of other new files; the library gives them to the owner alone."""
     from safetensors.numpy import save_file
 
     file.touch()
@@ -236,7 +239,7 @@ def save_arrays(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, s
 
 
 def fingerprint(config: ModelConfig, params: Any) -> str:
-    """16 hexadecimal digits that change with any parameter, and with what the model computes from them."""
+    """16 hexadecimal digits that change with any parameter, and with any setting that changes the model's results."""
     settings = to_dict(config)
     del settings["remat"], settings["memory"]["form"]  # how the same numbers are computed
     del settings["memory"]["key_start"]  # how training began

@@ -1,7 +1,8 @@
-"""Rows of unequal length side by side: a state whose rows are each at a place of their own, or are copies of others.
+"""Rows of unequal length side by side: states whose rows have each read a different length, or are copies of others.
 
-A model's state counts once for all rows how much has been read. `separate` gives every row a count of its own; such a
-state is read by a `jax.vmap` over rows of one, and by `decode_step` alone: long texts are read before, together.
+A model's state has one count, for all rows, of how much has been read. `separate` gives every row a count of its own;
+such a state can only be used by a `jax.vmap` of `decode_step` over single rows. Long texts are read before that,
+together.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ FREE = PartitionSpec.UNCONSTRAINED
 
 
 class RowStates:
-    """States of the models of one structure, whatever their blocks: nothing is known of a state but its arrays.
+    """States of models of one structure, with any blocks: only the arrays of a state are looked at.
 
     Args:
       graphdef: the structure of a titans_jax.models.LanguageModel.
@@ -28,7 +29,7 @@ class RowStates:
         self._graphdef = graphdef
         self._axes: list[int | None] | None = None
         self.empty = jax.jit(self._empty, static_argnums=(1, 2))
-        """(params, rows, length) -> the state of so many rows, with room for `length` tokens, before the first."""
+        """(params, rows, length) -> the state of `rows` rows before the first token, with room for `length` tokens."""
 
     def separate(self, params: Any, state: Any) -> Any:
         """Every row as a state of one row with a count of its own: all leaves [rows, ...]. For use inside a jit."""
@@ -52,9 +53,10 @@ class RowStates:
         return self.spread(params, jax.tree.unflatten(jax.tree.structure(state), parts))
 
     def spread(self, params: Any, state: Any) -> Any:
-        """The state with its rows shared out over the devices of the mesh, where one is set and they divide them.
+        """The state with its rows shared out over the mesh, where one is set and its devices divide the rows.
 
-        For use inside a jit, whose results would else lie as the compiler likes, and be compiled for once more.
+        For use inside a jit: otherwise the compiler would choose the sharding of the result, and the next function
+        would be compiled once more for it.
         """
         axes = self._batch_axes(params)
 
@@ -74,7 +76,7 @@ class RowStates:
         return nnx.merge(self._graphdef, params).init_state(rows, length)
 
     def _batch_axes(self, params: Any) -> list[int | None]:
-        """The axis of every leaf of a state that counts rows, None where it has none."""
+        """For every leaf of a state, the axis that is the rows', or None where it has none."""
         if self._axes is None:
             two, three = (
                 jax.tree.leaves(jax.eval_shape(lambda params, n=n: self._init(params, n, 8), params)) for n in (2, 3)

@@ -25,7 +25,8 @@ class Sampling:
     min_p: float | None = None
     """Draw from the tokens at least this many times as likely as the likeliest (arXiv 2407.01082)."""
     repetition_penalty: float = 1.0
-    """Divides logits above 0 of tokens read or said, multiplies those below (arXiv 1909.05858); 1 does neither."""
+    """For tokens of the prompt and continuation, divides logits above 0 and multiplies those below (arXiv 1909.05858);
+    1 is no penalty."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -49,8 +50,8 @@ def sample(
 ) -> jax.Array:
     """Draw one token id, int32 [batch], from logits [batch, vocab]; ids from `vocab_size` on are never drawn.
 
-    seen: bool [batch, vocab], the tokens that `repetition_penalty` is for. Tokens as likely as the last one that top_k
-    or top_p keeps are all kept.
+    seen: bool [batch, vocab], the tokens to which `repetition_penalty` applies. All tokens as likely as the least
+    likely one that top_k or top_p keeps are kept too.
     """
     if seen is not None and sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
@@ -59,7 +60,7 @@ def sample(
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
     if sampling.temperature < jnp.finfo(jnp.float32).tiny:  # devices take smaller numbers for 0
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Less the largest, which changes no probability: the quotient by a low temperature must not overflow.
+    # Subtracting the largest changes no probability, and keeps the quotient by a low temperature from overflowing.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]

@@ -1,7 +1,7 @@
-"""`titans study ablation`: what each part of Titans is worth, as in table 5 of the paper (arXiv 2501.00663).
+"""`titans study ablation`: the contribution of each part of Titans, as in table 5 of the paper (arXiv 2501.00663).
 
-Each row takes one part of the full model away, or sets its depth or chunk size otherwise, and says what that costs:
-bits per byte of language, accuracy of recall, and how the loss goes on far beyond the training length.
+Each row takes one part of the full model away, or changes its depth or chunk size, and measures the cost: bits per byte
+of language, accuracy of recall, and how the loss develops far beyond the training length.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class AblationOptions(StudyOptions):
     """Train Titans without one of its parts at a time, on language and on recall."""
 
     variants: tuple[str, ...] = ()
-    """Rows by name, beside the full model; none named is all of them."""
+    """Rows by name, in addition to the full model; empty: all rows."""
     block: str = "lmm"
     """The block that holds the memory."""
     head_dim: int = 32
@@ -70,8 +70,8 @@ VARIANTS: dict[str, Change] = {
     **{f"depth {depth}": memory_with(depth=depth) for depth in (1, 2, 3, 4)},
     **{f"chunk {size}": memory_with(chunk_size=size) for size in (1, 4, 16, 64)},
 }
-"""The rows. "never written" is trained without its writes, where the memory gain of the full model switches them off
-afterwards. A convolution of one tap is a factor for each channel; a row that is the full model is trained once."""
+"""The rows. "never written" is trained without writes, while the memory gain of the full model switches its writes off
+after training. A convolution of one tap is a factor for each channel. A row equal to the full model is trained once."""
 
 
 @register_study("ablation")
@@ -123,7 +123,7 @@ class AblationStudy(Study):
         return columns + far * bool(options.language.positions)
 
     def finish(self, options: AblationOptions, rows: list[Row]) -> list[Row]:
-        """See `Study`: what each row loses against the full model with the same seed, where both have the number."""
+        """See `Study`: the loss of each row against the full model with the same seed, where both have the number."""
         full = rows[0].numbers
         for row in rows:
             for name, sign in (("bits_per_byte", 1), ("accuracy", -1)):
@@ -137,7 +137,7 @@ class AblationStudy(Study):
         return '"lost" is against the full model with the same seed, above 0 where the part was worth something'
 
     def draw(self, options: AblationOptions, rows: list[Row], file: Path, note: str) -> None:
-        """See `Study`: bars of what each row loses, a panel per number."""
+        """See `Study`: bars of the loss of each row against the full model, a panel per number."""
         shown = [c for c in self.columns(options) if c.number.endswith("_lost") or c.number == "last_over_best"]
         headings = {"bits_per_byte_lost": "bits per byte lost", "accuracy_lost": "recall accuracy lost"}
         names = [row.labels["variant"] for row in rows]

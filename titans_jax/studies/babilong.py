@@ -1,23 +1,23 @@
 """`titans study babilong`: BABILong as its authors fine-tune for it (arXiv 2406.10149), one model for every task.
 
-A row is context, question, GEN, answer and the end of the text, and the loss is of what follows GEN alone, with
-gradients through the whole row. Training is in stages of ever more segments: a sample has 1 up to the stage's number
-of them, all equally likely, and a stage begins with the parameters of the one before that were best on held-out
-stories. Asked are stories of bAbI's test file in novels that no training row has, also in rows longer than any of
-training; right is the whole answer, letter by letter, before the end of the text.
+A row is context, question, GEN, answer and the end of the text. The loss is taken only on the tokens after GEN, with
+gradients through the whole row. Training is in stages of more and more segments: a sample has from 1 up to the stage's
+number of segments, all equally likely, and a stage begins with the parameters of the previous stage that were best on
+held-out stories. The test asks about stories of bAbI's test file in novels that no training row has, also in rows
+longer than any training row; an answer is right if it is exact, letter by letter, up to the end of the text.
 
-Rows of a stage are padded to its largest number of segments, so there is one compiled training step a stage. Questions
-are read segment by segment with the state carried on: one program for all lengths, but for full attention, which has
-one a length.
+Rows of a stage are padded to its largest number of segments, so there is one compiled training step per stage.
+Questions are read segment by segment with the state carried on, by one program for all lengths; full attention needs
+one program per length.
 
-Titans' figure 6b follows the same setup, and is not comparable, because its models are larger and were trained on text
-before, its novels and tokens are others, and its values are printed nowhere but in the figure. Not as BABILong's code
-has it: the novels, and where their sentences end (see `titans_jax.evaluation.babi`); small models begin anew;
+Titans' figure 6b follows the same setup but is not comparable: its models are larger and pre-trained on text, its
+novels and tokens differ, and its values are printed only in the figure. The differences from BABILong's code are: the
+novels, and where their sentences end (see `titans_jax.evaluation.babi`); small models are trained from scratch;
 validation stories are the last tenth of the train file, not the test file; training leaves out stories that the other
-parts have too (a quarter of qa4's, else less than one in two hundred); facts are at most a fifth of a row's tokens,
-where the authors' scripts hold the number of facts against a fifth of the tokens; each sample draws one of the stories
-that fit its length; and qa3 is trained on the 1,000 questions of bAbI's smaller train file where the archive has no
-other.
+parts have too (a quarter of qa4's, otherwise less than one in two hundred); facts take at most a fifth of a row's
+tokens, where the authors' scripts compare the number of facts with a fifth of the tokens; each sample draws one of the
+stories that fit its length; and qa3 is trained on the 1,000 questions of bAbI's smaller train file where the archive
+has no other.
 """
 
 from __future__ import annotations
@@ -57,37 +57,38 @@ class Babilong(Task):
     name: ClassVar[str] = "babilong"
 
     steps: int = 2000
-    """Training steps of a stage at most."""
+    """The most training steps of a stage."""
     batch_size: int = 32
     """Samples of a step."""
     learning_rate: float = 1e-3
-    """Peak of a stage's line to 0, after a linear warm-up in a tenth of its steps."""
+    """Peak learning rate of a stage: after a linear warm-up in a tenth of its steps, it falls linearly to 0."""
     weight_decay: float = 0.01
     """Decoupled decay of matrices."""
     question: str = "qa1"
     """A task of bAbI, qa1 to qa5."""
     folder: str = "data"
-    """Where babi/ and books/ are, as `titans data fetch` lays them out."""
+    """The folder with babi/ and books/, as `titans data fetch` lays them out."""
     tokenizer: str = WORDS
-    """"words" (those of the training stories and the most frequent of the novels, 2,048 tokens), "byte", or a path."""
+    """"words" (the words of the training stories and the most frequent ones of the novels, 2,048 tokens), "byte", or a
+    path."""
     segment: int = 512
-    """Tokens of a segment, which is what the attention of mac, mag, mal and "window" sees."""
+    """Tokens of a segment, which is also the reach of attention in mac, mag, mal and "window"."""
     stages: tuple[int, ...] = (1, 2, 4, 8)
     """Largest number of segments of each stage; BABILong's are 1, 2, 4, 6, 8, 16, 32."""
     patience: int = 15
-    """Validations in a row that are no better and end a stage."""
+    """A stage ends after this many validations in a row without a better one."""
     validate_every: int = 100
-    """Steps between two validations; one more ends a stage."""
+    """Steps between two validations; the last step of a stage is validated too."""
     validation_samples: int = 128
     """Questions of a validation, all of the stage's largest number of segments."""
     test_segments: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """Segments of the rows that are asked about."""
+    """Segments of the test rows, one length after another."""
     samples: int = 256
-    """Questions of each of these lengths, the same for all models."""
+    """Test questions at each of these lengths, the same for all models."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """AdamW with gradients clipped to 1, by a line to 0."""
+        """AdamW with gradients clipped to norm 1 and a learning rate that falls linearly to 0."""
         return dataclasses.replace(
             super().optimizer, schedule="linear", final_learning_rate_ratio=0.0, weight_decay=self.weight_decay,
             beta2=0.999,
@@ -116,14 +117,14 @@ class Babilong(Task):
                 f"{self.question}, which may be a {FACTS}th of it; use at least {shortest}"
             )
         super().check(model)
-        for part in ("train", "test"):  # novels without a sentence that is long enough are told by the first row
+        for part in ("train", "test"):  # the first row fails if the novels have no sentence that is long enough
             try:
                 self.of(part).exam(self.segment, 1)
             except ValueError as error:
                 raise ConfigError(f"folder is {self.folder!r}: {error}") from error
 
     def trainings(self) -> list[Task]:
-        """See `Task`: a stage each."""
+        """See `Task`: one training per stage."""
         return [dataclasses.replace(self, stages=(most,)) for most in self.stages]
 
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -144,10 +145,11 @@ class Babilong(Task):
         return Selection(score, min(self.validate_every, self.steps), self.patience, enough=1.0)
 
     def exact_match(self, graphdef: nnx.GraphDef, params: Any, part: Part, segments: int, count: int) -> float:
-        """Share of right answers to `count` questions in rows of so many segments.
+        """Share of exact answers to `count` questions in rows of `segments` segments.
 
-        The likeliest token behind each of the answer's own: as long as they are right they are what the model would
-        say by itself, and a model that says one wrong token has no exact match.
+        The row contains the right answer, and the likeliest token after each of its tokens is compared. This gives the
+        same score as greedy decoding: up to its first wrong token the model would generate the same tokens, and one
+        wrong token makes the answer wrong.
         """
         exam, length = self.of(part).exam(segments * self.segment, count), segments * self.segment
         known = tokenizer_of(self.folder, self.tokenizer, self.question)
@@ -184,7 +186,7 @@ class Babilong(Task):
 @one_graph
 def make_reader(graphdef: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[..., tuple[jax.Array, Any]]]:
     """Compiled (params, rows, length) -> an empty state, and (params, state, tokens [rows, time]) -> the likeliest next
-    tokens, int32 [rows, time], and the state behind them."""
+    tokens, int32 [rows, time], and the state after `tokens`."""
 
     def empty(params: Any, rows: int, length: int) -> Any:
         return nnx.merge(graphdef, params).init_state(rows, length)
@@ -199,7 +201,7 @@ def make_reader(graphdef: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[..
 
 @dataclass(frozen=True)
 class BabilongOptions(StudyOptions):
-    """Train small models on questions about facts in novels, and ask them in longer and longer ones."""
+    """Train small models on questions about facts in novels, and test them on longer and longer texts."""
 
     tasks: tuple[str, ...] = TASKS
     """Tasks of bAbI, qa1 to qa5, each with models of its own."""
@@ -208,7 +210,7 @@ class BabilongOptions(StudyOptions):
     presets: tuple[str, ...] = ("titans",)
     """Memories, each in every block."""
     reference: tuple[str, ...] = ("gated_deltanet", WINDOW, ATTENTION)
-    """To compare with: memories in the block lmm alone, and attention without a memory, "window" or "attention"."""
+    """Models to compare with: memories, in the block lmm only, and "window" or "attention", without a memory."""
     dim: int = 128
     """Width of the residual stream."""
     depth: int = 2

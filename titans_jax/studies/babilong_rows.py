@@ -1,4 +1,4 @@
-"""The rows of `titans study babilong`: which stories and books are for what, the tokens of a sample, and its score.
+"""The rows of `titans study babilong`: the stories and books of each part, the tokens of a sample, and its score.
 
     asked = questions("../shared/data", "words", "qa1", "train")
     sample = asked.draw(random.Random(0), length=512)
@@ -26,15 +26,15 @@ from titans_jax.evaluation.documents import find_file
 from titans_jax.models.loss import Batch
 
 MARGIN = 20
-"""Tokens by which a sample is shorter than its segments."""
+"""Tokens by which a sample is shorter than its row."""
 FACTS = 5
-"""A fact's tokens and all others' are at most one part in so many of the segments."""
+"""The facts of a story take at most one in this many of a row's tokens."""
 WORDS = "words"
-"""The tokenizer of whole words."""
+"""Name of the tokenizer of whole words."""
 MOST_WORDS = 2046
-"""Words that it knows; with the unknown one and the end, 2,048 tokens."""
+"""Words of this tokenizer; with the unknown word and the end of the text, it has 2,048 tokens."""
 OF_A_BOOK = 1 << 16
-"""Characters of a book in which its frequent words are counted."""
+"""Characters at the beginning of each book in which frequent words are counted."""
 
 Part = Literal["train", "validation", "test"]
 
@@ -42,7 +42,7 @@ Part = Literal["train", "validation", "test"]
 class WordTokenizer:
     """Words and signs as tokens: those of `first`, and the most frequent ones of `texts`; all others are one token.
 
-    As a `titans_jax.data.Tokenizer`, but that decoding puts a blank between any two tokens.
+    It is a `titans_jax.data.Tokenizer`, except that decoding puts a blank between any two tokens.
     """
 
     def __init__(self, first: Iterable[str], texts: Iterable[str], most: int = MOST_WORDS):
@@ -70,7 +70,7 @@ def split_words(text: str) -> list[str]:
 
 
 class Sample(NamedTuple):
-    """A question with its answer. tokens: int32 [time], the answer in them. gen: the place of GEN."""
+    """A question with its answer. tokens: int32 [time], the answer included. gen: the place of GEN."""
 
     tokens: np.ndarray
     gen: int
@@ -93,25 +93,25 @@ class Questions:
         return int(np.min(np.maximum(FACTS * self._facts, self._facts + self._asked + MARGIN)))
 
     def fitting(self, length: int) -> np.ndarray:
-        """Numbers of the stories for rows of `length` tokens: facts are at most a fifth of it, and all has room."""
+        """Numbers of the stories that fit rows of `length` tokens, with facts in at most a fifth of them."""
         room = self._facts + self._asked + MARGIN <= length
         return np.flatnonzero(room & (FACTS * self._facts <= length))
 
     def draw(self, chance: random.Random, length: int, number: int | None = None) -> Sample:
-        """A sample for a row of `length` tokens: of a story by its number, or any that fits."""
+        """A sample for a row of `length` tokens: of the story with this number, or of a random one that fits."""
         number = int(chance.choice(self.fitting(length))) if number is None else number
         story = self.stories[number]
         room = length - MARGIN - int(self._asked[number])
         return sample_of(self._tokenizer, self._background.hide(chance, story.facts, room), story)
 
     def examined(self, length: int, count: int) -> list[int]:
-        """Numbers of `count` stories that fit, always the same; those that are too few come again."""
+        """Numbers of `count` stories that fit, always the same; stories are repeated where there are too few."""
         fitting = self.fitting(length).tolist()
         order = random.Random(f"stories {length} {count}").sample(fitting, len(fitting))
         return [order[number % len(order)] for number in range(count)]
 
     def exam(self, length: int, count: int) -> list[Sample]:
-        """The samples of these stories, always the same."""
+        """The samples of the stories of `examined`, always the same."""
         if (length, count) not in self._exams:
             chance = random.Random(f"novels {length} {count}")
             self._exams[length, count] = [self.draw(chance, length, each) for each in self.examined(length, count)]
@@ -127,9 +127,9 @@ def sample_of(tokenizer: data.Tokenizer, context: str, story: Story) -> Sample:
 
 
 def batch_of(samples: Sequence[Sample], length: int) -> Batch:
-    """Samples as rows of `length` tokens: behind GEN the answer and the end are asked for, and nothing else.
+    """Samples as rows of `length` tokens, whose only targets are the answer and the end of the text, after GEN.
 
-    The end of the text is repeated to the end of the row, where no model looks back from.
+    The rest of a row is filled with the end of the text; it has no targets.
     """
     tokens = np.full((len(samples), length), samples[0].tokens[-1], np.int32)
     targets = np.full_like(tokens, -1)
@@ -141,7 +141,7 @@ def batch_of(samples: Sequence[Sample], length: int) -> Batch:
 
 
 def is_exact(tokenizer: data.Tokenizer, said: Sequence[int], answer: str) -> bool:
-    """Whether the tokens that a model says have the answer, letter by letter, before the end of the text."""
+    """Whether a model's tokens `said` are exactly the answer, letter by letter, up to the end of the text."""
     said = [int(token) for token in said]
     return tokenizer.eos_id in said and tokenizer.decode(said[: said.index(tokenizer.eos_id)]).strip() == answer
 
@@ -151,7 +151,7 @@ def questions(folder: str, tokenizer: str, task: str, part: Part) -> Questions:
     """The questions of a task, read once for all models.
 
     Raises:
-      EvaluationError, DataError, ConfigError: a file is missing or cannot be used, one sentence.
+      EvaluationError, DataError, ConfigError: a file is missing or cannot be used.
     """
     novels = books(folder, "test" if part == "test" else "train")
     known = tokenizer_of(folder, tokenizer, task)
@@ -163,9 +163,10 @@ def questions(folder: str, tokenizer: str, task: str, part: Part) -> Questions:
 
 @functools.lru_cache(maxsize=16)
 def stories(folder: str, task: str) -> dict[Part, list[Story]]:
-    """A task's stories: of its test file, and of its train file the last tenth for validation, the others to train on.
+    """A task's stories: its test file for the test, the last tenth of its train file for validation, the rest to train.
 
-    Questions about one course of events stay together, and what a later part has too is left out of an earlier one.
+    Questions about one course of events stay in one part. Validation leaves out stories of the test, and training those
+    of both.
 
     Raises:
       EvaluationError: see `read_task`. ConfigError: a part would be empty.
@@ -187,14 +188,14 @@ def stories(folder: str, task: str) -> dict[Part, list[Story]]:
 
 
 def without(some: list[Story], others: list[Story]) -> list[Story]:
-    """The stories that are none of the others."""
+    """The stories of `some` that are not among `others`."""
     known = set(others)
     return [story for story in some if story not in known]
 
 
 @functools.lru_cache(maxsize=4)
 def books(folder: str, part: Literal["train", "test"]) -> list[str]:
-    """The novels of books/valid.jsonl for the test, and all others of books/ for the rest.
+    """The novels of books/valid.jsonl for the test, and all others of books/ for training and validation.
 
     Raises:
       EvaluationError, DataError: there are none.
@@ -206,7 +207,7 @@ def books(folder: str, part: Literal["train", "test"]) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def tokenizer_of(folder: str, name: str, task: str) -> data.Tokenizer:
-    """The tokenizer of a name: "words" are those of a task's training stories and the frequent ones of training novels.
+    """The tokenizer of this name; "words" has the words of a task's training stories and frequent ones of the novels.
 
     Raises:
       EvaluationError, DataError: a file is missing.

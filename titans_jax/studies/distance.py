@@ -1,9 +1,9 @@
-"""`titans study distance`: how far away a fact may be, of a few among noise, for models trained on short sequences.
+"""`titans study distance`: the distance at which models that were trained on short sequences still recall a few facts.
 
 Small models learn to recall a few pairs of a key and a value that stand somewhere among random tokens
 (titans_jax.data.distant_recall), in sequences of one length, and are asked in longer ones, with the same number of
-pairs: the state need not hold more, but hold it longer. It is the question of needles in a haystack, for models
-that are too small for its texts. Answering with some value of the sequence is right 1 / num_pairs of the time.
+pairs: the state need not hold more, but must hold it longer. It asks the same question as needles in a haystack, for
+models that are too small for those texts. A random value of the sequence is right 1 / num_pairs of the time.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from titans_jax.studies.tasks import Numbers
 
 @dataclass(frozen=True)
 class FarRecall(Generated):
-    """Pairs among noise, asked at the end of sequences as long as those of training, and of longer ones."""
+    """Pairs among noise, asked at the end of sequences of the training length and of longer ones."""
 
     name: ClassVar[str] = "distant_recall"
 
@@ -36,11 +36,11 @@ class FarRecall(Generated):
     length: int = 256
     """Tokens of a training sequence."""
     test_lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
-    """Tokens of the sequences that are asked about."""
+    """Tokens of the test sequences, one length after another."""
     pool_size: int = 16
-    """Tokens that are keys, and as many that are values."""
+    """How many tokens are keys, and how many others are values."""
     noise_size: int = 16
-    """Tokens that are neither."""
+    """How many tokens are neither keys nor values."""
 
     @property
     def sequence_length(self) -> int:
@@ -53,7 +53,7 @@ class FarRecall(Generated):
         return self.sequences(self.length).vocab_size
 
     def sequences(self, length: int) -> DistantRecall:
-        """What sequences of a length look like."""
+        """The settings of sequences of this length."""
         return DistantRecall(self.num_pairs, length, self.pool_size, self.noise_size)
 
     def check(self, model: ModelConfig) -> None:
@@ -63,11 +63,11 @@ class FarRecall(Generated):
             self.sequences(length)
 
     def draw(self, count: int, seed: int, asked: bool) -> Sequences:
-        """See `Generated`; learned is what is asked."""
+        """See `Generated`; training and test have the same targets."""
         return distant_recall_sequences(self.sequences(self.length), count, seed)
 
     def measure(self, graphdef: nnx.GraphDef, params: object) -> Numbers:
-        """accuracy_L at each length L."""
+        """accuracy_L, the share of right answers at length L, for each of test_lengths."""
         numbers = {}
         for length in self.test_lengths:
             rows = distant_recall_sequences(self.sequences(length), self.test_sequences, TEST_SEED)
@@ -82,7 +82,7 @@ class FarRecall(Generated):
 
 @dataclass(frozen=True)
 class DistanceOptions(StudyOptions):
-    """Train small models to recall pairs among noise, and ask them at greater distances."""
+    """Train small models to recall pairs among noise, and test them at greater distances."""
 
     presets: tuple[str, ...] = ("titans", "yaad", "moneta", "memora", "gated_deltanet", "mamba2", WINDOW)
     """Names in titans_jax.memory.presets.PRESETS; "window", attention that sees `segment` tokens; "attention", that
@@ -105,7 +105,7 @@ class DistanceOptions(StudyOptions):
 
 @register_study("distance")
 class DistanceStudy(Study):
-    """How far away a fact may be: recall among noise, at lengths far beyond those of training."""
+    """Recall of facts among noise, at distances far beyond those of training."""
 
     options = DistanceOptions
 

@@ -1,12 +1,13 @@
-"""`titans study dna`: classes of DNA sequences, a token a base, by the mean over positions.
+"""`titans study dna`: classification of DNA sequences, one token per base, from the mean over positions.
 
-The sets of GUE with their train, dev and test parts, scored by Matthews' correlation as there, and by accuracy; sets of
-GenomicsBenchmarks where their files are at hand. The epoch that is best on the dev part (a held-out tenth of train,
-where there is none) is tested; HyenaDNA, whose protocol Titans follows, takes the epoch that is best on the test part.
-With pretrain_steps a model first learns to predict the next base of the training sequences. There are 6 symbols: four
-bases, padding and what is neither (HyenaDNA: 12), and 20 epochs (100). What stands beside is not comparable: of GUE
-DNABERT-2, of 117 million parameters and pre-trained; of GenomicsBenchmarks Titans' table 4, whose models were
-pre-trained on the human genome.
+It reads the sets of GUE with their train, dev and test parts, scored by Matthews' correlation as in GUE, and by
+accuracy, and sets of GenomicsBenchmarks where their files are at hand. The parameters that are tested are those of the
+epoch that is best on the dev part (or, where there is none, on a held-out tenth of train); HyenaDNA, whose protocol
+Titans follows, takes the epoch that is best on the test part. With pretrain_steps a model first learns to predict the
+next base of the training sequences. There are 6 symbols, four bases, padding and unknown (HyenaDNA: 12), and 20 epochs
+(HyenaDNA: 100). The published numbers in the table are not comparable: for GUE they are DNABERT-2's, which has 117
+million parameters and is pre-trained; for GenomicsBenchmarks they are table 4 of Titans, whose models were pre-trained
+on the human genome.
 """
 
 import dataclasses
@@ -57,24 +58,24 @@ TABLE_4 = {
 
 @dataclass(frozen=True)
 class Dna(Task):
-    """The class of a DNA sequence."""
+    """Classification of DNA sequences."""
 
     name: ClassVar[str] = "dna"
 
     batch_size: int = 128
     """Sequences of a step."""
     learning_rate: float = 6e-4
-    """Peak of the cosine."""
+    """Peak of the cosine schedule."""
     data: str = "prom/prom_core_notata"
     """A set by name."""
     folder: str = "data/genomics"
-    """Where sets are."""
+    """The folder of the sets."""
     pretrain_steps: int = 0
-    """Steps of next-base prediction on the training sequences before."""
+    """Steps of next-base prediction on the training sequences, before the classification is learned."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """HyenaDNA's: AdamW with a decay of 0.1, a warm-up in a hundredth of the steps, a cosine to a tenth."""
+        """As HyenaDNA: AdamW, decay 0.1, a warm-up in a hundredth of the steps, a cosine to a tenth of the peak."""
         return dataclasses.replace(super().optimizer, warmup_steps=self.steps // 100, beta2=0.999)
 
     @property
@@ -109,7 +110,7 @@ class Dna(Task):
             yield {name: values[which] for name, values in rows.items()}
 
     def start(self, model: ModelConfig, seed: int) -> Any:
-        """See `Task`: what next-base prediction has learned."""
+        """See `Task`: the parameters after next-base prediction."""
         if not self.pretrain_steps:
             return None
         before = dataclasses.replace(model, head="language_model")
@@ -127,7 +128,7 @@ class Dna(Task):
         return Selection(score, min(every, self.steps))
 
     def scores(self, graphdef: nnx.GraphDef, params: Any, split: Split) -> Numbers:
-        """mcc, accuracy: of all sequences of a split."""
+        """mcc (Matthews' correlation) and accuracy over all sequences of a split."""
         rows, step = self.dataset.rows(split), make_class_step(graphdef)
         count, classes, answers = len(rows["targets"]), self.dataset.classes, []
         for first in range(0, count, self.batch_size):
@@ -141,7 +142,7 @@ class Dna(Task):
         return {"mcc": matthews_correlation(confusion), "accuracy": float(np.trace(confusion) / count)}
 
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
-        """mcc and accuracy on the test part, and the correlation that chose the parameters."""
+        """mcc and accuracy on the test part; "validation": the mcc on the dev part, by which parameters are chosen."""
         return self.scores(graphdef, params, "test") | {
             "validation": self.scores(graphdef, params, "validation")["mcc"]
         }
@@ -154,7 +155,7 @@ class Dna(Task):
 
 
 def next_bases(batch: Batch) -> Batch:
-    """A batch for next-base prediction: targets are the tokens behind, none at padding."""
+    """A batch for next-base prediction: the targets are the next tokens, none at padding."""
     tokens = batch["tokens"]
     ahead = np.concatenate([tokens[:, 1:], np.full((len(tokens), 1), PAD, np.int32)], axis=1)
     targets = np.where((tokens == PAD) | (ahead == PAD), -1, ahead)
@@ -183,15 +184,15 @@ class DnaOptions(StudyOptions):
     data: tuple[str, ...] = SETS
     """Sets by name: folders with train, dev and test files, below `folder`, its gue/ or its genomic_benchmarks/."""
     folder: str = "data/genomics"
-    """Where sets are."""
+    """The folder of the sets."""
     epochs: int = 20
-    """How often the training sequences are read; HyenaDNA's are 100."""
+    """Passes over the training sequences; HyenaDNA has 100."""
     pretrain_epochs: int = 0
-    """How often they are read before, to predict the next base."""
+    """Passes over them before that, to learn to predict the next base."""
     batch_size: int = 128
     """Sequences of a step."""
     learning_rate: float = 6e-4
-    """Peak of the cosine."""
+    """Peak of the cosine schedule."""
     dim: int = 128
     """Width of the residual stream."""
     depth: int = 2

@@ -1,13 +1,13 @@
 """`titans study forecasting`: long horizons of ETT and Weather, with a memory in the place of attention.
 
-iTransformer's protocol (arXiv 2310.06625): its borders, scaling by the training part, all channels in and out, every
-window of the test part, mean squared and absolute error in scaled units, instance norm; training by squared error with
-Adam, ended by the validation error's patience, whose best epoch is tested. A table's last row of every model is the
-mean over horizons, as Titans prints it. Where it differs: the learning rate is 1e-3 (DLinear's 5e-3), not 1e-4, and
-follows a cosine to a hundredth of it, where iTransformer halves it every epoch; gradients are clipped at norm 1;
-channels are read alone, in patches of 16 steps every 8 (PatchTST's form); there is no dropout. It is no exact
-reproduction of Titans' row: its code for this is not public, and the paper does not say how it feeds its memory. Beside
-the memories: DLinear, trained here too, and the last value repeated.
+The protocol is iTransformer's (arXiv 2310.06625): its borders, scaling by the training part, all channels in and out,
+every window of the test part, mean squared and absolute error in scaled units, instance norm; training by squared error
+with Adam, early stopping on the validation error, and a test of the best epoch. Each model has a last row with its mean
+over horizons, the number that Titans prints. These things differ: the learning rate is 1e-3 (DLinear's 5e-3), not 1e-4,
+and follows a cosine to a hundredth of it, where iTransformer halves it every epoch; gradients are clipped at norm 1;
+channels are read separately, in patches of 16 steps every 8 (PatchTST's form); there is no dropout. It is not an exact
+reproduction of Titans' row: its code for this is not public, and the paper does not say how it feeds its memory. The
+memories are compared with DLinear, trained here too, and with the last value repeated.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from titans_jax.studies.tasks import Numbers, Task
 from titans_jax.training.fit import Selection
 
 DLINEAR = "dlinear"
-"""What a table calls the linear forecast, beside the presets of memories."""
+"""Name of the linear forecast in a table, in place of a preset."""
 
 FILES = {
     "ETTh1": "ett/ETTh1.csv",
@@ -45,7 +45,7 @@ FILES = {
     "ETTm1": "ett/ETTm1.csv",
     "Weather": "weather/weather.csv",
 }
-"""Where tables are below the folder of data, as they are or packed."""
+"""Paths of the tables below the folder of data; the files may be compressed."""
 
 HORIZONS = (96, 192, 336, 720)
 
@@ -71,17 +71,17 @@ class Forecast(Task):
     batch_size: int = 32
     """Windows of a step."""
     learning_rate: float = 1e-4
-    """Peak of the cosine."""
+    """Peak of the cosine schedule."""
     data: str = "ETTh1"
     """A table by name."""
     path: str = ""
-    """Its file."""
+    """The table's file."""
     look_back: int = 96
     """Rows read."""
     horizon: int = 96
     """Rows forecast."""
     patience: int = 3
-    """Epochs without a better validation error that end a training."""
+    """Training ends after this many epochs without a better validation error."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -116,7 +116,7 @@ class Forecast(Task):
 
     @property
     def epoch(self) -> int:
-        """Steps in which the training windows are read once, but for less than a batch."""
+        """Steps of one pass over the training windows; a rest of less than a batch is left out."""
         return max(self.windows("train").count // self.batch_size, 1)
 
     def batches(self, seed: int) -> Iterator[Batch]:
@@ -151,7 +151,7 @@ class Forecast(Task):
         return {"mse": float(mse), "mae": float(mae)}
 
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
-        """mse and mae over every test window, and the validation error that chose the parameters."""
+        """mse and mae over every test window; validation_mse: the error by which the parameters are chosen."""
         return self.errors(graphdef, params, "test") | {
             "validation_mse": self.errors(graphdef, params, "validation")["mse"]
         }
@@ -198,21 +198,21 @@ class ForecastingOptions(StudyOptions):
     data: tuple[str, ...] = tuple(FILES)
     """Tables: ETTh1, ETTh2, ETTm1, Weather."""
     folder: str = "data"
-    """Where ett/ and weather/ are."""
+    """The folder with ett/ and weather/."""
     look_backs: tuple[int, ...] = (96, 336)
-    """Rows read; the papers' tables are of 96."""
+    """Rows read; the papers' tables are for 96."""
     horizons: tuple[int, ...] = HORIZONS
     """Rows forecast."""
     epochs: int = 10
-    """How often the training windows are read at most."""
+    """The most passes over the training windows."""
     batch_size: int = 32
     """Windows of a step."""
     learning_rate: float = 1e-3
-    """Peak of the memories' and of attention's cosine."""
+    """Peak of the cosine schedule, for memories and attention."""
     dlinear_learning_rate: float = 5e-3
-    """Peak of DLinear's."""
+    """Peak of the cosine schedule, for DLinear."""
     patience: int = 3
-    """Epochs without a better validation error that end a training."""
+    """Training ends after this many epochs without a better validation error."""
     dim: int = 128
     """Width of the residual stream."""
     depth: int = 2
@@ -225,7 +225,7 @@ class ForecastingOptions(StudyOptions):
 
 @register_study("forecasting")
 class ForecastingStudy(Study):
-    """ETT and Weather at horizons of 96 to 720, Titans' printed row beside."""
+    """ETT and Weather at horizons of 96 to 720, next to the numbers that Titans prints."""
 
     options = ForecastingOptions
 
@@ -275,7 +275,7 @@ class ForecastingStudy(Study):
         return [Column("mse", "MSE"), Column("mae", "MAE")]
 
     def finish(self, options: ForecastingOptions, rows: list[Row]) -> list[Row]:
-        """See `Study`: behind the horizons of a table their means, of each model with every seed."""
+        """See `Study`: after the rows of all horizons, a row for each table and model with the means over horizons."""
         found = list(rows)
         if len(set(options.horizons)) == 1:
             return found
@@ -286,7 +286,7 @@ class ForecastingStudy(Study):
         return found
 
     def published(self, options: ForecastingOptions) -> list[Baseline]:
-        """See `Study`; where the mean is over the four horizons, at look-back 96."""
+        """See `Study`; only if the mean is over the four horizons of the papers and look-back 96 is included."""
         if set(options.horizons) != set(HORIZONS) or 96 not in options.look_backs:
             return []
         return [

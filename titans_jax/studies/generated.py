@@ -1,6 +1,6 @@
-"""Tasks of drawn sequences: a generator makes tokens, and asks for answers at some of their positions.
+"""Tasks with generated sequences: a generator draws tokens, and asks for answers at some of their positions.
 
-Training, validation and test sequences differ in their seed only. What is asked is a target of 0 or more.
+Training, validation and test sequences differ in their seed only. A position with a target of 0 or more is asked.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ Sequences = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Generated(Task):
-    """Answers in drawn sequences. A subclass needs `sequence_length`, `vocabulary`, `draw` and `baseline`."""
+    """Answers in generated sequences. A subclass needs `sequence_length`, `vocabulary`, `draw` and `baseline`."""
 
     train_sequences: int = 0
-    """Training sequences, read again and again in another order; 0 draws new ones for every step."""
+    """Training sequences, repeated in a new order every epoch; 0 draws new sequences for every step."""
     validation_sequences: int = 0
-    """Sequences that the training is stopped by, and the learning rate chosen; 0 takes the last step."""
+    """Sequences for early stopping and to choose the learning rate; 0 takes the parameters of the last step."""
     test_sequences: int = 512
-    """Unseen sequences asked about, the same for all models."""
+    """Unseen test sequences, the same for all models."""
 
     enough: ClassVar[float] = 0.99
     """The validation accuracy at which a training ends, as in Zoology."""
     score_number: ClassVar[str] = "accuracy"
-    """What is compared on validation sequences."""
+    """The number of `measure` that is compared on validation sequences."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens there are."""
+        """Size of the vocabulary, in tokens."""
         raise NotImplementedError
 
     def draw(self, count: int, seed: int, asked: bool) -> Sequences:
-        """`count` sequences; asked: with targets where answers are wanted, else where the model learns."""
+        """`count` sequences; asked: True for targets where answers are wanted, False for the targets of training."""
         raise NotImplementedError
 
     def fit_to(self, model: ModelConfig) -> ModelConfig:
@@ -74,7 +74,7 @@ class Generated(Task):
         self.draw(1, TEST_SEED, True)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """See `Task`. New sequences are drawn some steps at a time: a long training needs no memory for them."""
+        """See `Task`. New sequences are drawn for some steps at a time, so that a long training needs little memory."""
         done = 0
         for number in range(self.steps):
             if self.train_sequences:
@@ -97,7 +97,7 @@ class Generated(Task):
             yield batch | {"segment_ids": None}
 
     def selection(self) -> Selection | None:
-        """See `Task`: once an epoch, or 20 times where there are none."""
+        """See `Task`: validation once an epoch, or 20 times where sequences are new and there are no epochs."""
         if not self.validation_sequences:
             return None
 
@@ -113,7 +113,7 @@ class Generated(Task):
         return _drawn(self, count, seed, True)
 
     def ask(self, graphdef: nnx.GraphDef, params: Any, sequences: Sequences) -> Answers:
-        """What a model answers."""
+        """The answers of a model, counted."""
         step, totals = make_answer_step(graphdef), []
         for batch in self.cut(sequences):
             totals.append(step(params, sharding.spread(batch, None)[0]))
@@ -131,8 +131,8 @@ class Generated(Task):
 
 
 class Answers(NamedTuple):
-    """Sums over asked sequences: nats of the answers; by class how often it was right, asked for and answered; answers
-    before a sequence's first mistake; and sequences without a mistake, of how many."""
+    """Sums over test sequences: nats of the answers; for each class, how often it was answered rightly, asked for and
+    answered; answers before a sequence's first mistake; sequences without a mistake; and all sequences."""
 
     nats: float
     right: np.ndarray
@@ -144,9 +144,9 @@ class Answers(NamedTuple):
 
     @property
     def numbers(self) -> Numbers:
-        """accuracy: share of answers that are right. macro_accuracy: the mean of the classes' own, a class that is
-        answered but never asked for counting 0 (as torchmetrics has it). cumulative_accuracy: share of answers before
-        the first mistake of their sequence, the mean over its beginnings of how many have none (DeltaProduct).
+        """accuracy: share of answers that are right. macro_accuracy: the mean of the classes' accuracies, where a class
+        that is answered but never asked for counts 0 (as in torchmetrics). cumulative_accuracy: share of answers before
+        the first mistake of their sequence, which is the share of prefixes without a mistake (DeltaProduct).
         sequence_accuracy: share of sequences without a mistake. loss: mean cross entropy, nats."""
         count, seen = self.asked.sum(), (self.asked + self.answered) > 0
         macro = np.sum(self.right / np.maximum(self.asked, 1)) / seen.sum()
@@ -167,7 +167,7 @@ def make_answer_step(graphdef: nnx.GraphDef) -> Callable[[Any, Batch], tuple[jax
         answers, asked = jnp.argmax(logits, axis=-1), targets >= 0
         right = asked & (answers == targets)
         by_class = functools.partial(jnp.bincount, length=logits.shape[-1])
-        # What is not asked is counted past the last class, which is dropped.
+        # Positions that are not asked are counted in an extra class past the last, which bincount drops.
         counts = [
             by_class(jnp.where(where, values, logits.shape[-1]).ravel())
             for where, values in ((right, targets), (asked, targets), (asked, answers))
@@ -185,7 +185,7 @@ def _drawn(task: Generated, count: int, seed: int, asked: bool) -> Sequences:
 
 @dataclass(frozen=True)
 class Recall(Generated):
-    """Multi-query associative recall: which value came with a key, asked on unseen sequences."""
+    """Multi-query associative recall: the value that came with a key, asked for on unseen sequences."""
 
     name: ClassVar[str] = "recall"
 
@@ -194,7 +194,7 @@ class Recall(Generated):
     length: int = 32
     """Tokens of a sequence."""
     vocab_size: int = 64
-    """Tokens: half of them keys, half values; Zoology has more of them than length."""
+    """Tokens: half of them keys, half values; in Zoology there are more than `length`."""
     random_fill: bool = False
     """Random tokens between the queries, in place of blanks."""
 
@@ -210,11 +210,11 @@ class Recall(Generated):
 
     @property
     def sequences(self) -> RecallTask:
-        """What sequences look like."""
+        """The settings of the sequences."""
         return RecallTask(self.num_pairs, self.length, self.vocab_size, random_fill=self.random_fill)
 
     def draw(self, count: int, seed: int, asked: bool) -> Sequences:
-        """See `Generated`; learned is what is asked."""
+        """See `Generated`; training and test have the same targets."""
         return recall_sequences(self.sequences, count, seed)
 
     def baseline(self) -> tuple[str, Numbers]:

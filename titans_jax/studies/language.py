@@ -1,11 +1,11 @@
 """`titans study language`: the papers' main table in miniature, on real text.
 
-Every model of table 1 of Titans and of Miras' table 2 that the library has, with as many parameters as the largest of
-them and as many tokens of the same text: books, WikiText-2 and the source of Python's standard library. It tells bits
-per byte of held-out text; word perplexity, 2 to the bits of a word between blanks of the rows that are read, which does
-not depend on the tokenizer; and what the memory is worth. The papers' rows are of 340 million parameters and 15 billion
-tokens, and their WikiText is the raw test text, which `titans evaluate RUN wikitext` reads: here the order of models is
-what can be compared. Mamba-1 is not among them.
+It trains every model of Titans' table 1 and Miras' table 2 that the library has, each with as many parameters as the
+largest of them, on the same number of tokens of the same text: books, WikiText-2 or the source of Python's standard
+library. The table has bits per byte of held-out text; word perplexity, which is 2 to the mean number of bits per word
+(words are separated by blanks) and does not depend on the tokenizer; and the gain from the memory. The papers' models
+have 340 million parameters and 15 billion tokens, and their WikiText is the raw test text, which `titans evaluate RUN
+wikitext` reads: only the order of models can be compared. Mamba-1 is not among them.
 """
 
 import dataclasses
@@ -44,16 +44,16 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Titans MAG*": ("titans", ("mag",)),
     "Titans MAL*": ("titans", ("mal",)),
 }
-"""Preset and pattern of blocks by the name of a row; * has attention beside the memory. Samba's memory is Mamba; here
-Mamba2's."""
+"""Preset and pattern of blocks by the name of a row; * has attention in addition to the memory. Samba's memory is
+Mamba, here Mamba2."""
 
 
 WIKITEXT, NOVELS = ("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.tokens"), "books/valid.jsonl"
-"""Text to train and to validate on, and the novels that are held out of books/, below a folder of data."""
+"""Paths below the folder of data: text to train on and to validate on, and the novels of books/ that are held out."""
 
 
 def texts(folder: str, tokenizer: str, length: int) -> dict[str, DataConfig]:
-    """The texts by name: where they are, packed or not, below a folder of data, and how they are cut into rows."""
+    """The texts by name: files below a folder of data, which may be compressed, and how they are cut into rows."""
     cut = {"tokenizer": tokenizer, "packing": "stream", "sequence_length": length}
     train, valid, novels = (file_or_place(folder, file) for file in (*WIKITEXT, NOVELS))
     return {
@@ -72,7 +72,7 @@ class LanguageOptions(StudyOptions):
     texts: tuple[str, ...] = ("books", "wikitext", "python")
     """Texts: books, wikitext, python."""
     folder: str = "data"
-    """Where books/ and wikitext-2/ are, as `titans data fetch` lays them out; python needs nothing."""
+    """The folder with books/ and wikitext-2/, as `titans data fetch` lays them out; the text python needs no folder."""
     tokenizer: str = "byte"
     """`byte`, or the path of a SentencePiece model."""
     head_dim: int = 64
@@ -82,7 +82,7 @@ class LanguageOptions(StudyOptions):
     depth: int = 8
     """Blocks."""
     segment: int = 256
-    """Segment of mac, and window of what attends to one."""
+    """Segment of mac, and window of all attention that has one."""
     sequence_length: int = 2048
     """Tokens of a row."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2))
@@ -92,7 +92,7 @@ class LanguageOptions(StudyOptions):
     batch_size: int = 32
     """Rows of a step."""
     learning_rate: float = 1e-3
-    """Peak of the cosine."""
+    """Peak of the cosine schedule."""
     evaluation_batches: int = 32
     """Held-out batches read."""
 
@@ -157,7 +157,7 @@ class LanguageStudy(Study):
         )
 
     def draw(self, options: LanguageOptions, rows: list[Row], file: Path, note: str) -> None:
-        """See `Study`: bars of bits per byte, a panel per text, what attends in another colour."""
+        """See `Study`: bars of bits per byte, a panel per text, models with attention in another colour."""
         every = list(dict.fromkeys(row.labels["text"] for row in rows))
         height = 1.5 + 0.25 * len(options.models)
         with plots.panels(file, len(every), 3 + 3.5 * len(every), height, note=note) as panels:

@@ -1,9 +1,9 @@
-"""`titans study length`: models trained on short rows, and their loss far beyond, with the state carried or emptied;
-and `titans study lengths`, a model for each length of rows (figure 7 of Titans), also read beyond it.
+"""`titans study length`: the loss of models trained on short rows far beyond that length, with the state carried or
+emptied; `titans study lengths`: a model for each length of training rows (figure 7 of Titans), also read beyond it.
 
-The long texts are stretches of the held-out text, across documents. A memory that is worth carrying has a loss that
-does not rise with the position (the last bucket over the best one is near 1), and that is below the loss with the state
-emptied before every row.
+The long texts are stretches of the held-out text, across documents. With a memory that is worth carrying, the loss does
+not rise with the position (the last bucket over the best one is near 1), and is below the loss with the state emptied
+before every row.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class LengthOptions(StudyOptions):
     presets: tuple[str, ...] = ("titans", "moneta", "yaad", "memora", "ttt_mlp", "ttt_linear")
     """Memories, each in every block."""
     reference: tuple[str, ...] = ("gated_deltanet", WINDOW)
-    """To compare with: memories in the block lmm alone, and attention without a memory, "window" or "attention"."""
+    """Models to compare with: memories, in the block lmm only, and "window" or "attention", without a memory."""
     head_dim: int = 32
     """Width of a head."""
     dim: int = 128
@@ -43,8 +43,8 @@ class LengthOptions(StudyOptions):
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(depth=2, expansion=2))
     """The other fields of the memories."""
     rows: tuple[int, ...] = ()
-    """Tokens of a training row, of one model after another, all with as many tokens a step; none named is
-    language.data.sequence_length alone."""
+    """Lengths of training rows, in tokens: models are trained for each length, with equal numbers of tokens per step.
+    Empty: only language.data.sequence_length."""
     language: Language = field(default_factory=Language)
     """Settings of the text."""
 
@@ -106,8 +106,8 @@ class LengthStudy(Study):
         )
 
     def draw(self, options: LengthOptions, rows: list[Row], file: Path, note: str) -> None:
-        """See `Study`: loss by position, a panel per block with a memory, carried as lines and emptied dashed; what has
-        no memory is in every panel."""
+        """See `Study`: loss by position, a panel per block with a memory, carried as lines and emptied dashed; models
+        without a memory are in every panel."""
         from matplotlib import colormaps
 
         colors = colormaps["tab10"].colors
@@ -157,16 +157,16 @@ def draw_positions(axes: Any, row: Row, name: str, color: Any) -> None:
 
 
 def line_name(options: LengthOptions, row: Row) -> str:
-    """What the figure calls a row: the memory, and the rows it was trained on where there are several."""
+    """The name of a row in the figure: the memory, and the length of its training rows where there are several."""
     rows = f" on {row.labels['rows']:,}" if len(set(options.rows)) > 1 else ""
     return f"{row.labels['preset']}{rows}"
 
 
 def languages(options: LengthOptions) -> list[Language]:
-    """The text, cut into rows of each length, with as many tokens a step.
+    """The text, cut into rows of each length, with equal numbers of tokens per step.
 
     Raises:
-      ConfigError: a length is no divisor of the tokens of a step.
+      ConfigError: a length does not divide the tokens of a step.
     """
     language, found = options.language, []
     for length in dict.fromkeys(options.rows or (language.sequence_length,)):

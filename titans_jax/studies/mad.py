@@ -1,9 +1,9 @@
-"""`titans study mad`: the six tasks of MAD, each at its baseline and with one thing changed at a time.
+"""`titans study mad`: the six tasks of MAD, each at its baseline setting and with one value changed at a time.
 
 A model's score at a setting is its accuracy over classes (macro-averaged) on test sequences, at the learning rate and
 weight decay that are best on validation sequences; a task's score is the mean over its settings, and MAD's the mean
-over the six tasks. MAD itself (arXiv 2403.17844) chooses rate and decay on the test sequences, and trains for 200
-epochs; here a training ends early once its validation score is 0.999, and its best epoch counts.
+over the six tasks. MAD itself (arXiv 2403.17844) chooses learning rate and weight decay on the test sequences, and
+trains for 200 epochs; here a training ends early once its validation score is 0.999, and its best epoch counts.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
     "Titans LMM, as printed": {"compression": 0.496, "in-context-recall": 1.0,
         "fuzzy-in-context-recall": 0.497, "selective-copying": 0.994, "memorization": 0.835},
 }  # fmt: skip
-"""Scores of the later text of Titans (no noisy recall among them), of all settings."""
+"""Scores over all settings from the later version of the Titans paper, which has no noisy recall."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Mad(Generated):
     score_number: ClassVar[str] = "macro_accuracy"
 
     setting: MadSetting = field(default_factory=lambda: SETTINGS["in-context-recall"])
-    """What sequences look like; its train_sequences are read again and again."""
+    """The settings of the sequences; its train_sequences are repeated every epoch."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """AdamW by a cosine to a thousandth, without warm-up, as in MAD."""
+        """AdamW with a cosine to a thousandth of the peak, without warm-up, as in MAD."""
         return dataclasses.replace(
             super().optimizer, warmup_steps=0, final_learning_rate_ratio=1e-3, weight_decay=self.weight_decay,
             beta2=0.999,
@@ -74,7 +74,7 @@ class Mad(Generated):
         return mad_sequences(self.setting, count, seed, asked)
 
     def baseline(self) -> tuple[str, Numbers]:
-        """See `Task`: one of the answers there are, at random."""
+        """See `Task`: a random one of the possible answers."""
         return f"an answer of {self.setting.task} at random", {self.setting.task: 1 / answers_of(self.setting)}
 
 
@@ -100,21 +100,21 @@ class MadOptions(StudyOptions):
     tasks: tuple[str, ...] = tuple(SETTINGS)
     """Tasks by name."""
     changes: bool = True
-    """Also the settings with one thing changed, in place of the baselines alone."""
+    """True: the baselines, and also the settings with one value changed; False: the baselines only."""
     learning_rates: tuple[float, ...] = (5e-4, 1e-3)
-    """Rates tried; MAD's are 1e-4, 5e-4 and 1e-3."""
+    """Learning rates tried; MAD's are 1e-4, 5e-4 and 1e-3."""
     weight_decays: tuple[float, ...] = (0.1,)
-    """Decays tried; MAD's are 0 and 0.1."""
+    """Weight decays tried; MAD's are 0 and 0.1."""
     epochs: int = 40
-    """How often the training sequences are read; MAD's are 200."""
+    """The most passes over the training sequences; MAD has 200."""
     batch_size: int = 128
     """Sequences of a step."""
     train_sequences: int | None = None
-    """Training sequences of every setting, None for MAD's own."""
+    """Training sequences of every setting; None: as many as in MAD."""
     longest: int | None = None
-    """Settings of longer sequences are cut to this; None is MAD's own."""
+    """The greatest length, to which settings with longer sequences are shortened; None: the lengths of MAD."""
     held_out: int = 1280
-    """Test sequences, and as many of validation."""
+    """Test sequences, and as many validation sequences."""
     dim: int = 128
     """Width of the residual stream."""
     depth: int = 2
@@ -215,7 +215,7 @@ class MadStudy(Study):
         return found
 
     def published(self, options: MadOptions) -> list[Baseline]:
-        """See `Study`; where the settings and their training sequences are MAD's own, however they are trained here."""
+        """See `Study`; only if the settings and numbers of training sequences are MAD's, however training differs."""
         as_it_is = options.changes and options.longest is None and options.train_sequences is None
         words = "200 epochs, best of six settings by test"
         return [(f"{name} ({words})", numbers) for name, numbers in PUBLISHED.items()] if as_it_is else []

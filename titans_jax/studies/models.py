@@ -23,16 +23,16 @@ from titans_jax.training.run import abstract_model, count_params, with_parameter
 Made = TypeVar("Made")
 
 ATTENTION, WINDOW = "attention", "window"
-"""What a table calls Transformer++, and the same with a sliding window, beside the presets of memories."""
+"""Names of Transformer++, and of the same with a sliding window, in a table, in place of a preset."""
 WITHOUT_MEMORY = (ATTENTION, WINDOW)
 NEVER = 1e-6
-"""A largest step size with which nothing is written."""
+"""A largest step size so small that nothing is written."""
 
 
 def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, memory: MemoryConfig) -> ModelConfig:
     """`depth` blocks of width `dim` with this memory rule, float32, without persistent tokens.
 
-    preset: of the memory, or one of WITHOUT_MEMORY, which takes the block's place.
+    preset: of the memory, or one of WITHOUT_MEMORY, which takes the place of `block`.
     memory: the other fields of the memory. Raises ConfigError where head_dim does not divide dim.
     """
     if head_dim < 1 or dim % head_dim:
@@ -59,7 +59,7 @@ def check_presets(names: Iterable[str], others: tuple[str, ...] = ()) -> None:
     """Refuse a name that is none of the presets, nor one of `others`.
 
     Raises:
-      ConfigError: names the nearest, or all.
+      ConfigError: names the most similar preset, or all.
     """
     every = (*PRESETS, *others)
     for name in names:
@@ -69,10 +69,10 @@ def check_presets(names: Iterable[str], others: tuple[str, ...] = ()) -> None:
 
 
 def check_blocks(names: Iterable[str]) -> None:
-    """Refuse a name that is no block with a memory.
+    """Refuse a name that is not a block with a memory.
 
     Raises:
-      ConfigError: names all there are.
+      ConfigError: names all such blocks.
     """
     every = [name for name, block in BLOCKS.items() if block.has_memory]
     for name in names:
@@ -81,10 +81,10 @@ def check_blocks(names: Iterable[str]) -> None:
 
 
 def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
-    """Every model with as many parameters as the largest of its width, vocabulary and head, as near as the width of its
-    feed-forward layers gets.
+    """Every model with its feed-forward layers widened until it has nearly as many parameters as the largest model of
+    the same width, vocabulary and head.
 
-    Nothing else of them changes, so that what a memory has over another one is not its parameters.
+    Nothing else changes, so that one memory's advantage over another does not come from its number of parameters.
     """
     counts = {model: count_params(model) for model in dict.fromkeys(models)}
     largest: dict[tuple[int, int, str], int] = {}
@@ -100,12 +100,12 @@ def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
 
 
 def state_floats(model: ModelConfig, sequence_length: int) -> int:
-    """Floats that a layer carries from token to token for one sequence: its memories, those that are kept or local, and
-    their parts too, or the cache of attention.
+    """Floats that a layer carries from token to token for one sequence: its memories, with cached and local ones and
+    the parts of log-linear ones, or the cache of attention.
 
     Not counted: the last inputs of the convolutions, the same for all memories; the open chunk's keys, where steps are
-    shared; the anchor of a memory whose every token is a chunk, which is its weights once more; and what blocks with
-    attention keep of the tokens in its window.
+    shared; the anchor of a memory with chunks of one token, which is a copy of its weights; and the tokens in the
+    window of attention that blocks with attention and a memory keep.
     """
     graphdef, params = abstract_model(model)
     state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
@@ -127,9 +127,9 @@ def _nodes(state: Any, kind: type[Made]) -> list[Made]:
 
 
 def one_graph(make: Callable[[nnx.GraphDef], Made]) -> Callable[[nnx.GraphDef], Made]:
-    """`make` that gives the same once more for the graphdef of the last call.
+    """`make` with a cache of one result: called with the graphdef of the last call, it returns the same object.
 
-    What it makes of a graphdef is compiled once for the models of all seeds, whose graphdef is one object.
+    A compiled function is thus shared by the models of all seeds, whose graphdef is one object.
     """
     last: list[Any] = [None, None]
 

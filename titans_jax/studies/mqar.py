@@ -1,17 +1,18 @@
 """`titans study mqar`: how many facts each memory keeps, against the size of its state (Zoology's Figure 2).
 
 One small model per preset, block, width, head_dim, learning rate and seed learns multi-query associative recall
-(titans_jax.data.recall) and is asked on sequences it has not seen. All of a width have the same depth, training and
-number of parameters; a matrix memory of a layer holds dim x head_dim floats. Of the learning rates, and of the step
-sizes where several are tried, the table has the one that is best on validation sequences. Answering with some value of
-the sequence is right 1 / num_pairs of the time. Transformer++ ("attention"), whose cache keeps everything, is the
-reference for what can be learned.
+(titans_jax.data.recall) and is tested on sequences it has not seen. All models of a width have the same depth, training
+and number of parameters; a matrix memory of a layer holds dim x head_dim floats. Of the learning rates, and of the step
+sizes where several are tried, the table has the one that is best on validation sequences. A random value of the
+sequence is right 1 / num_pairs of the time. Transformer++ ("attention"), whose cache keeps everything, shows what can
+be learned at all.
 
-Where the sweep differs from Zoology's (arXiv 2312.04927): its models have no feed-forward layers and these do; new
-sequences take the place of 100,000 read for at most 64 epochs, 12,500 steps of 512; gradients are clipped at norm 1;
-the cosine goes down with every step, not every epoch; the learning rate is chosen on validation, not on test sequences,
-of which there are 3,072, whole batches, not 3,000. With --quick and --easy there is a warm-up in a tenth of the steps,
-and a cosine to a tenth; and the easy task has as many tokens as a sequence is long, where Zoology's must have more.
+The sweep differs from Zoology's (arXiv 2312.04927) in these points: the models here have feed-forward layers; all
+sequences are new, where Zoology repeats 100,000 for at most 64 epochs, 12,500 steps of 512; gradients are clipped at
+norm 1; the cosine falls with every step, not every epoch; the learning rate is chosen on validation sequences, not on
+test sequences; and there are 3,072 test sequences, whole batches, not 3,000. With --quick and --easy there is a warm-up
+in a tenth of the steps, and a cosine to a tenth of the peak; and in the easy task the vocabulary is as large as a
+sequence is long, where Zoology's must be larger.
 """
 
 import dataclasses
@@ -38,10 +39,11 @@ MOST_TOKENS = 65_536
 
 @dataclass(frozen=True)
 class MqarOptions(StudyOptions):
-    """Train small models of each memory on associative recall, and ask them on unseen sequences."""
+    """Train small models of each memory on associative recall, and test them on unseen sequences."""
 
     easy: bool = False
-    """4 pairs in 32 of 32 tokens at one learning rate, in place of the sweep: what two cores tell apart in minutes."""
+    """In place of the sweep, one easy task at one learning rate: 4 pairs in sequences of 32 tokens, with a vocabulary
+    of 32. Two cores show differences in minutes."""
     presets: tuple[str, ...] = (*PRESETS, ATTENTION)
     """Names in titans_jax.memory.presets.PRESETS, "attention", and "window", attention that sees `segment` tokens."""
     blocks: tuple[str, ...] = ("lmm",)
@@ -51,11 +53,11 @@ class MqarOptions(StudyOptions):
     head_dims: tuple[int, ...] = (16,)
     """Widths of a head, which set the size of the state; each divides every dim."""
     sequence_lengths: tuple[int, ...] = (64, 128, 256)
-    """Tokens of a sequence, of one task after another."""
+    """Tokens of a sequence, one number for each task."""
     num_pairs: tuple[int, ...] = (4, 8, 16)
-    """Key-value pairs of a sequence, of the same tasks."""
+    """Key-value pairs of a sequence, one number for each of the same tasks."""
     vocab_size: int = 8192
-    """Tokens: half of them keys, half values; more than a sequence is long, but for the easy task."""
+    """Tokens: half of them keys, half values; more than the length of a sequence, except in the easy task."""
     random_fill: bool = False
     """Random tokens between the queries, in place of Figure 2's blanks."""
     depth: int = 2
@@ -66,19 +68,20 @@ class MqarOptions(StudyOptions):
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=8))
     """The other fields of the memories."""
     max_step_sizes: tuple[float, ...] = ()
-    """Largest inner step sizes tried, for presets that have one. None named is the one of `memory`."""
+    """Largest inner step sizes tried, for presets that have one. Empty: the one of `memory`."""
     learning_rates: tuple[float, ...] = tuple(np.logspace(-4, -2, 4).tolist())
-    """Peaks of the cosine that are tried."""
+    """Learning rates tried, as peaks of the cosine schedule."""
     steps: int = 3200
     """Training steps of a memory; fewer where its validation accuracy reaches 0.99."""
     attention_steps: int = 3200
-    """Training steps of attention, which has no convolution to show it which value follows a key."""
+    """Training steps of attention, which has no convolution to join a key with the value after it."""
     batch_size: int = 512
-    """Sequences of a step, halved until they are at most 65,536 tokens, as in Zoology: 512 of 128, 256 of 256."""
+    """Sequences of a step, halved until they have at most 65,536 tokens, as in Zoology: 512 of length 128, 256 of
+    length 256."""
     validation_sequences: int = 1024
-    """Sequences that the training is stopped by, and the learning rate chosen; 0 needs a single rate."""
+    """Sequences for early stopping and to choose the learning rate; 0 requires a single learning rate."""
     test_sequences: int = 3072
-    """Unseen sequences asked about, the same for all models."""
+    """Unseen test sequences, the same for all models."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class ZoologyRecall(Recall):
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """AdamW by a cosine to 0, without warm-up."""
+        """AdamW with a cosine to 0, without warm-up."""
         return dataclasses.replace(super().optimizer, warmup_steps=0, final_learning_rate_ratio=0.0, beta2=0.999)
 
 
@@ -116,7 +119,7 @@ class MqarStudy(Study):
         )  # fmt: skip
 
     def cells(self, options: MqarOptions) -> list[Cell]:
-        """See `Study`. As the size of attention's cache does not depend on head_dim, it is there once."""
+        """See `Study`. Attention has one model for all head_dims, as the size of its cache does not depend on them."""
         at_least_one(
             options, "presets", "blocks", "dims", "head_dims", "num_pairs", "sequence_lengths", "steps",
             "attention_steps", "batch_size", "depth", "segment", "learning_rates",
@@ -176,7 +179,7 @@ class MqarStudy(Study):
     def draw(self, options: MqarOptions, rows: list[Row], file: Path, note: str) -> None:
         """See `Study`: accuracy against state size, a line per preset and block, bars over the seeds; a panel per task.
 
-        What has models that were not finite says so in the legend.
+        The legend says how many models of a line were not finite.
         """
         from matplotlib import colormaps
 
@@ -246,7 +249,7 @@ def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], Mode
 
 
 def lines(rows: list[Row]) -> dict[str, list[Row]]:
-    """What the plot draws of each preset and block: the rows with an accuracy, from the smallest state."""
+    """The lines of the plot, by preset and block: the rows that have an accuracy, from the smallest state on."""
     several = len({row.labels["block"] for row in rows} - {""}) > 1
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.state_floats[0]):

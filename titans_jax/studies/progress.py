@@ -13,7 +13,7 @@ from titans_jax.quiet_lines import QuietLines
 
 
 class StudyProgress:
-    """Counts the training steps of a study's models, and says of which model they are.
+    """Shows how many training steps of a study's models are done, and which model is being trained.
 
     Args:
       total: steps of all models that are not finished.
@@ -30,7 +30,7 @@ class StudyProgress:
         self._task = self._bar.add_task("", total=total)
 
     def model(self, words: str, done: int) -> None:
-        """A model begins, after so many steps of those before it, trained or not."""
+        """A model begins; done: the steps of the models before it, even those that were not all taken."""
         self._words, self._done = words, done
         self._bar.update(self._task, description=words, completed=done)
 

@@ -1,4 +1,4 @@
-"""Results of cells in a file, one line as each cell finishes, so that a study that was killed goes on where it was."""
+"""Results of cells in a file, with a line for each as it finishes, so that a study that was killed can continue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from titans_jax.studies.tasks import Numbers
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one cell.
+    """The result of one cell.
 
-    status: "finite"; "not finite", a step of its training or one of its numbers was not; or "failed" with `error`.
+    status: "finite"; "not finite" if a step of its training or one of its numbers was not; or "failed", with `error`.
     tokens: read in training. state_floats: carried by a layer for one sequence. seconds: of training, compilation
-    excluded. numbers: what its task measured, None in place of one that is not finite; empty where it failed.
+    excluded. numbers: the measurements of its task, with None for one that is not finite; None where the cell failed.
     """
 
     status: Literal["finite", "not finite", "failed"]
@@ -32,9 +32,10 @@ class Result:
 
 
 class ResultsFile:
-    """results.jsonl of a study's folder: {"cell": the cell's identity, and the fields of `Result`} a line.
+    """results.jsonl of a study's folder: each line is {"cell": the cell's identity, and the fields of `Result`}.
 
-    A line that a kill cut off is dropped. Lines of cells that are no more asked for stay, and those of another version.
+    A line that was cut off by a kill is dropped. Lines of cells that the study no longer has, or of other versions,
+    stay.
     """
 
     def __init__(self, file: Path):
@@ -47,7 +48,7 @@ class ResultsFile:
             except ValueError:
                 continue
             lines.append(line + "\n")
-            with contextlib.suppress(AttributeError, KeyError, TypeError):  # of another version: asked for by no cell
+            with contextlib.suppress(AttributeError, KeyError, TypeError):  # a line of another version, for no cell
                 identity = fields.pop("cell")
                 self._results[_key(identity)] = Result(**fields)
         rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
@@ -55,7 +56,7 @@ class ResultsFile:
         rewritten.replace(file)
 
     def get(self, cell: Cell) -> Result | None:
-        """What became of a cell, None for one that has not run."""
+        """The result of a cell, None for one that has not run."""
         return self._results.get(_key(cell.identity))
 
     def finished(self, cell: Cell) -> bool:

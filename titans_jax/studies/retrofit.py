@@ -1,10 +1,10 @@
 """`titans study retrofit`: a memory given to a Transformer that was trained without one (TPTT, arXiv 2506.17671).
 
-Transformer++ is trained on rows of text; then its attention sees the last `window` tokens only, and a memory stands
-beside it, in the block "retrofit". Compared after as many further steps: the Transformer as it was; its window alone;
-the window and the memory, all of it trained, or the memory and its share alone; the same with a memory that is never
-written, which tells what its convolutions and further parameters are worth; and a model that had the memory from its
-first step.
+Transformer++ is trained on rows of text; then its attention is limited to the last `window` tokens, and a memory is
+added beside it, in the block "retrofit". These are compared after the same number of further steps: the Transformer as
+it was; the Transformer with the window and no memory; window and memory, with all parameters trained, or only those of
+the memory and its share; the same with a memory that is never written, which measures the effect of its convolutions
+and additional parameters; and a model that had the memory from its first step.
 """
 
 import dataclasses
@@ -29,19 +29,19 @@ from titans_jax.studies.tasks import Language
 from titans_jax.training.fit import fit
 
 SECOND_ORDER = 1000
-"""Added to the seed of the order of rows behind the first training."""
+"""Added to the seed of the order of rows in the second training."""
 
 
 @dataclass(frozen=True)
 class Retrofitted(Language):
-    """Text, read by a model that begins as a Transformer which has been trained on it."""
+    """Text, for a model that starts from a Transformer already trained on it."""
 
     name: ClassVar[str] = "retrofit"
 
     before_steps: int = 1500
-    """Training steps of the Transformer before; 0 begins anew."""
+    """Training steps of the Transformer beforehand; 0 starts from random parameters instead."""
     train_only: tuple[str, ...] = ()
-    """What is trained then (`optimizer.train_only`)."""
+    """Parameters that are trained after that, as in `optimizer.train_only`; empty: all."""
 
     @property
     def optimizer(self) -> Any:
@@ -79,11 +79,11 @@ def _transformer(task: Language, model: ModelConfig, seed: int) -> Any:
 
 @dataclass(frozen=True)
 class RetrofitOptions(StudyOptions):
-    """Give Transformers that were trained on text a memory beside a window of their attention."""
+    """Add a memory to Transformers that were trained on text, and limit their attention to a window."""
 
     equal_parameters: bool = False
-    """Widen the feed-forward layers until models have as many parameters as the largest of them, each with a
-    Transformer of its own then."""
+    """Widen the feed-forward layers until models have as many parameters as the largest of them; each model then needs
+    a Transformer of its own."""
     presets: tuple[str, ...] = ("titans", "gated_deltanet")
     """Memories."""
     head_dim: int = 32

@@ -35,7 +35,7 @@ class StudyError(TitansError, RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """A study that can run: its options, its cells and where it writes. command: as it was typed."""
+    """A study that can run: its options, its cells and its output folder. command: the command line as typed."""
 
     name: str
     study: Study
@@ -71,7 +71,7 @@ def find_study(name: str) -> str:
 
 
 def make_plan(name: str, arguments: list[str]) -> Plan:
-    """What `titans study NAME` with these arguments is to do, all of it checked; nothing is compiled or written.
+    """The plan for `titans study NAME` with these arguments, completely checked; nothing is compiled or written.
 
     Raises:
       ConfigError, DataError: one sentence with the field, its value and what would work.
@@ -88,10 +88,10 @@ def make_plan(name: str, arguments: list[str]) -> Plan:
 
 
 def checked_cells(study: Study, options: StudyOptions) -> list[Cell]:
-    """The models to train, all of them able to do their task, and equally large where the options say so.
+    """The models to train, checked against their tasks, and made equally large where the options say so.
 
     Raises:
-      ConfigError, DataError: what cannot work, one sentence.
+      ConfigError, DataError: something cannot work, in one sentence.
     """
     cells = study.cells(options)
     for task, model in dict.fromkeys((cell.task, cell.model) for cell in cells):
@@ -104,7 +104,7 @@ def checked_cells(study: Study, options: StudyOptions) -> list[Cell]:
 
 
 def run(plan: Plan, console: Console | None = None) -> None:
-    """Train and measure what is not finished, and write the table.
+    """Train and measure the cells that are not finished, and write the table.
 
     Raises:
       StudyError: some cells failed; the table says which.
@@ -135,7 +135,7 @@ def run(plan: Plan, console: Console | None = None) -> None:
 
 
 def run_cell(cell: Cell, after_step: Callable[[], None] = lambda: None) -> Result:
-    """Train one model and measure it. What fails is part of the result; only what ends the process is raised."""
+    """Train one model and measure it. An error becomes part of the result, unless it is one that ends the process."""
     sizes = {"parameters": count_params(cell.model)}
     sizes["state_floats"] = state_floats(cell.model, cell.task.sequence_length)
     histories, params = [], None
@@ -159,7 +159,7 @@ def run_cell(cell: Cell, after_step: Callable[[], None] = lambda: None) -> Resul
 
 
 def steps_of(cell: Cell) -> int:
-    """Training steps of a cell at most, for the progress bar."""
+    """The most training steps of a cell, for the progress bar."""
     return sum(task.steps for task in cell.task.trainings())
 
 
@@ -198,7 +198,7 @@ def row_json(row: Any) -> dict[str, Any]:
 
 
 def label_words(cell: Cell) -> str:
-    """The row a cell is of, for the progress bar."""
+    """The labels of a cell's row in words, for the progress bar."""
     return " ".join(f"{name}={value}" for name, value in cell.labels.items() if value not in (None, ""))
 
 

@@ -1,21 +1,23 @@
 """`titans study state_tracking`: which memories can follow a group's running product, at lengths they never saw.
 
-Word problems (titans_jax.data.word_problems) of Z2, which is parity, S3, A5 and S5: small models learn rows of one
-length and are asked at longer ones. Beside what was found stands what theory says of one layer of unbounded length:
+Small models learn word problems (titans_jax.data.word_problems) of Z2, which is parity, S3, A5 and S5 in rows of one
+length and are tested on longer ones. The table also has the prediction of theory for rows of any length:
 
 - A recurrence whose transition has no eigenvalue that is negative or complex cannot do parity in finite precision
-  (Grazzi et al., arXiv 2411.12537, theorem 1); Z2 is in S3, A5 and S5, so it can do none of them. That holds for every
-  memory that forgets by positive factors, and for one delta step of at most 1.
-- n delta steps of up to 2 are n reflections a token: parity with one, S3 and A5 with two, S5 with four (DeltaProduct,
-  arXiv 2502.10297); three layers of two steps, or four of one, can do any group.
+  (Grazzi et al., arXiv 2411.12537, theorem 1); S3, A5 and S5 contain Z2, so it can do none of them. That holds for
+  every memory that forgets by positive factors, and for one delta step of at most 1.
+- n delta steps of up to 2 are n reflections a token: parity needs one, S3 and A5 need two, S5 needs four (DeltaProduct,
+  arXiv 2502.10297); three layers of two steps, or four layers of one step, can do any group.
 - A transformer of fixed depth is in TC0, and S5 and A5 are not, if TC0 is not NC1 (Merrill et al., arXiv 2404.08819);
-  of parity and S3 theory leaves open whether they are found.
-- Of memories behind a norm or a non-linearity no theorem is known ("open"): Titans' 4.1 is printed without a proof.
+  for parity and S3, theory leaves open whether training finds a solution.
+- For memories behind a norm or a non-linearity no theorem is known ("open"): Titans states its theorem 4.1 without a
+  proof.
 
-Test rows differ from one another, and neither validation nor training has one of them. Where it differs from
-DeltaProduct: new rows take the place of 100,000 read for at most 100 epochs; 4 heads of 32 and 512 rows a step, not 8
-and 2,048; AdamW with a decay of 0.1 and beta2 0.95, not 1e-6 and 0.999, behind a warm-up in a tenth of the steps and
-clipped at norm 1; a training ends at a validation accuracy of 0.999, by positions, not at 0.99 by whole rows.
+Test rows differ from one another, and none of them is in validation or training. The training differs from
+DeltaProduct's: all rows are new, where DeltaProduct repeats 100,000 for at most 100 epochs; 4 heads of 32 and 512 rows
+a step, not 8 and 2,048; AdamW with a decay of 0.1 and beta2 0.95, not 1e-6 and 0.999, with a warm-up in a tenth of the
+steps and gradients clipped at norm 1; and a training ends at a validation accuracy of 0.999 over positions, not of 0.99
+over whole rows.
 """
 
 import dataclasses
@@ -42,7 +44,7 @@ SOLVED = 0.99
 """Share of right answers at which a word problem counts as solved."""
 
 REFLECTIONS = {"Z2": 1, "S3": 2, "A5": 2, "S5": 4}
-"""Reflections that the elements of a group are products of."""
+"""How many reflections are needed to write any element of a group as their product."""
 
 POSITIVE = (
     "retnet", "linear_attention", "dfw", "lightning_attention", "gla", "mamba2", "hgrn2", "deltanet", "longhorn",
@@ -58,12 +60,12 @@ RULES: dict[str, dict[str, object]] = {
     },
     **{f"titans chunk {size}": {"preset": "titans", "chunk_size": size} for size in (4, 16)},
 }  # fmt: skip
-"""Fields of the memory by the name of a rule. Titans' step is up to nearly 2 in units of the error where it is linear,
-and its key a token's own: it reflects."""
+"""Fields of the memory by the name of a rule. A linear Titans memory, whose keys come from one token each (tie_keys
+False), has steps of up to nearly 2 in units of the error, so that it can reflect."""
 
 
 def reflections(rule: str) -> int:
-    """How many reflections a token makes of a memory, 0 where it makes none."""
+    """How many reflections a rule applies to the memory per token, 0 where it applies none."""
     return 1 if rule == "titans linear" else int(rule.split()[1]) if rule.startswith("delta_product") else 0
 
 
@@ -92,7 +94,7 @@ class WordProblem(Generated):
     length: int = 128
     """Elements of a training row."""
     test_lengths: tuple[int, ...] = (128, 256, 512)
-    """Elements of the rows that are asked about."""
+    """Elements of the test rows, one length after another."""
 
     @property
     def sequence_length(self) -> int:
@@ -101,7 +103,7 @@ class WordProblem(Generated):
 
     @property
     def vocabulary(self) -> int:
-        """See `Generated`: one token an element."""
+        """See `Generated`: one token per element."""
         return group(self.group).order
 
     def check(self, model: ModelConfig) -> None:
@@ -118,7 +120,7 @@ class WordProblem(Generated):
         super().check(model)
 
     def draw(self, count: int, seed: int, asked: bool) -> Sequences:
-        """See `Generated`: validation rows (asked) are no test rows, and training rows neither."""
+        """See `Generated`: validation rows (`asked`) are never test rows; training rows are neither."""
         known = [self.tested(self.length)] if self.length in self.test_lengths else []
         if not asked and self.validation_sequences:
             known.append(self.held_out(VALIDATION_SEED))
@@ -147,7 +149,7 @@ class WordProblem(Generated):
 
 @dataclass(frozen=True)
 class StateTrackingOptions(StudyOptions):
-    """Train small models on word problems of groups, and ask them at greater lengths."""
+    """Train small models on word problems of groups, and test them at greater lengths."""
 
     rules: tuple[str, ...] = (*RULES, ATTENTION)
     """Memories by preset; "delta_product 1", 2 and 4 by their steps; "titans linear"; "titans chunk 4" and 16;
@@ -161,7 +163,7 @@ class StateTrackingOptions(StudyOptions):
     head_dim: int = 32
     """Width of a head."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(expansion=2, chunk_size=1))
-    """The other fields of the memories. With a chunk of one token every write is made at the memory as it is."""
+    """The other fields of the memories. With chunks of one token every write uses the current memory."""
     task: WordProblem = field(
         default_factory=lambda: WordProblem(
             steps=5000, batch_size=512, learning_rate=1e-3, validation_sequences=512, test_sequences=1024
@@ -172,7 +174,7 @@ class StateTrackingOptions(StudyOptions):
 
 @register_study("state_tracking")
 class StateTrackingStudy(Study):
-    """Parity, S3, A5 and S5 word problems: which memories can, at which length, and what theory says."""
+    """Word problems of Z2 (parity), S3, A5 and S5: which memories solve them, up to which length, and the theory."""
 
     options = StateTrackingOptions
 
@@ -231,7 +233,7 @@ class StateTrackingStudy(Study):
         ]
 
     def finish(self, options: StateTrackingOptions, rows: list[Row]) -> list[Row]:
-        """See `Study`: the label "found", up to which length `SOLVED` of the answers are right."""
+        """See `Study`: the label "found" is the length up to which a share `SOLVED` of the answers is right."""
 
         def found(row: Row) -> str:
             means = {length: row.spread(f"accuracy_{length}").mean for length in sorted(options.task.test_lengths)}

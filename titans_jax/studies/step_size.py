@@ -1,7 +1,7 @@
 """`titans study step_size`: recall and language against the largest inner step, for every preset that has a bound.
 
-The default of `MemoryConfig.max_step_size` is among the sizes tried, and marked: it is right where both tasks are near
-their best for every preset and width of a head.
+The default of `MemoryConfig.max_step_size` is among the sizes tried and is marked. It is a good default if both tasks
+are near their best at it, for every preset and width of a head.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ class StepSizeOptions(StudyOptions):
     """Train small models of each memory with several largest inner steps, on recall and on language."""
 
     presets: tuple[str, ...] = ()
-    """Presets with a bounded step; none named is all of them."""
+    """Presets with a bounded step; empty: all such presets."""
     head_dims: tuple[int, ...] = (16, 64)
     """Widths of a head; each divides dim."""
     max_step_sizes: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0, 10.0)
-    """Sizes tried, beside the default."""
+    """Largest step sizes tried, in addition to the default."""
     tasks: tuple[str, ...] = ("recall", "language")
-    """What the models are trained on: recall, language or both."""
+    """Tasks that models are trained on: recall, language or both."""
     block: str = "lmm"
     """The block that holds the memory."""
     dim: int = 64

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What every study can be told."""
+    """The options of every study."""
 
     quick: bool = False
-    """Defaults for two CPU cores and 20 minutes; without it they are for one accelerator."""
+    """Use defaults for two CPU cores and 20 minutes, in place of those for one accelerator."""
     seeds: int = 3
-    """Models of each kind, with different starts and training rows."""
+    """Models of each kind, with different initial parameters and training rows."""
     equal_parameters: bool = True
     """Widen the feed-forward layers until models of one width, vocabulary and head have as many parameters as the
     largest of them."""
     output: str | None = None
-    """Folder for results, table and figure; None is runs/study_NAME. What is finished there is not trained again."""
+    """Folder for results, table and figure; None: runs/study_NAME. Models finished there are not trained again."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Cell:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that its numbers depend on: a cell with the same identity is the same cell, whatever study it is of."""
+        """Everything that its numbers depend on: cells of the same identity are one cell, even in different studies."""
         task = {"name": self.task.name, **dataclasses.asdict(self.task)}
         parts = {"model": to_dict(self.model), "task": task, "optimizer": to_dict(self.task.optimizer)}
         return parts | {"seed": self.seed}
@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A number of a table, by its name among those that tasks measure."""
+    """A column of a table; number: the name of a measured number (`Task.measure`)."""
 
     number: str
     heading: str
@@ -76,10 +76,10 @@ class Study:
     """A table of small models; a subclass is registered under its name by `register_study`."""
 
     options: ClassVar[type[StudyOptions]] = StudyOptions
-    """What the command line sets."""
+    """The dataclass of its command-line options."""
 
     def defaults(self, said: StudyOptions) -> StudyOptions:
-        """The options' defaults, where flags that were said (`quick`) change them."""
+        """The defaults of the options, which depend on the flags in `said`, such as `quick`."""
         return dataclasses.replace(self.options(), quick=said.quick)
 
     def cells(self, options: StudyOptions) -> list[Cell]:
@@ -88,7 +88,7 @@ class Study:
         They are made equally large afterwards, where the options say so.
 
         Raises:
-          ConfigError: options that cannot work, one sentence.
+          ConfigError: the options cannot work, in one sentence.
         """
         raise NotImplementedError
 
@@ -97,11 +97,11 @@ class Study:
         raise NotImplementedError
 
     def finish(self, options: StudyOptions, rows: list[Row]) -> list[Row]:
-        """The rows of the table with further numbers, made of those that were measured."""
+        """The rows of the table, with further numbers computed from the measured ones."""
         return rows
 
     def published(self, options: StudyOptions) -> list[Baseline]:
-        """What others have printed for the same protocol, to stand beside the table: in words, and the numbers."""
+        """Published results to show with the table: a description and the numbers of each."""
         return []
 
     def notes(self, options: StudyOptions) -> str:
@@ -120,7 +120,7 @@ register_study: Callable[..., Callable[[type[Study]], type[Study]]] = STUDIES.re
 
 
 def at_least_one(options: StudyOptions, *names: str) -> None:
-    """Refuse a count below one, or an empty list.
+    """Refuse these options where they are a count below one, or an empty list.
 
     Raises:
       ConfigError: names the field.
@@ -136,7 +136,7 @@ def at_least_one(options: StudyOptions, *names: str) -> None:
 def with_seeds(
     options: StudyOptions, models: Iterable[tuple[dict[str, Any], ModelConfig]], task: Task
 ) -> Iterable[Cell]:
-    """Cells of one task for models with their labels, one of each seed 1, 2, ..."""
+    """The cells of one task: for each model with its labels, one cell for each seed 1, 2, ..."""
     for labels, model in models:
         for seed in range(1, options.seeds + 1):
             yield Cell(labels, task.fit_to(model), task, seed)

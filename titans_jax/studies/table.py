@@ -17,7 +17,7 @@ from titans_jax.studies.tasks import Numbers
 
 
 class Spread(NamedTuple):
-    """A number over seeds. sd: the sample standard deviation, None of a single value. Both None without a value."""
+    """A number over seeds. sd: the sample standard deviation, None for a single value. All None without any value."""
 
     mean: float | None
     sd: float | None
@@ -31,8 +31,8 @@ class Row:
     """A row of a table: the cells with these labels.
 
     parameters, state_floats, tokens: of a model, one number for each task, or the least and the largest of them.
-    numbers: {name: its value with each seed}, a value None where it is not finite or its model failed. models: how many
-    cells there are; not_finite, failed: how many of them are.
+    numbers: {name: its value with each seed}; a value is None where it is not finite or its model failed. models: the
+    number of cells; not_finite, failed: how many of these were not finite or failed.
     """
 
     labels: dict[str, Any]
@@ -50,19 +50,19 @@ class Row:
         return spread(self.numbers.get(name, []))
 
     def curve(self, name: str) -> list[Spread]:
-        """The same for every entry of a number that is a list."""
+        """`spread` of every entry of a number that is a list."""
         known = [values for values in self.numbers.get(name, []) if values is not None]
         return [spread(values) for values in zip(*known, strict=True)]
 
     @property
     def broken(self) -> str:
-        """ "1 of 3 not finite", or nothing."""
+        """How many models were not finite or failed, such as "1 of 3 not finite", or ""."""
         said = {"not finite": self.not_finite, "failed": self.failed}
         return ", ".join(f"{count} of {self.models} {word}" for word, count in said.items() if count)
 
 
 def spread(values: list[float | None]) -> Spread:
-    """Over the values that are not None."""
+    """The spread of the values that are not None."""
     known = [value for value in values if value is not None]
     if not known:
         return Spread(None, None, None, None, 0)
@@ -101,7 +101,7 @@ def make_rows(done: list[tuple[Cell, Result]]) -> list[Row]:
 
 
 def joined_row(labels: dict[str, Any], rows: list[Row], numbers: dict[str, list[Any]]) -> Row:
-    """One row for the models of several: of each size the least and the largest, and the mean of their seconds."""
+    """One row for the models of several rows: the least and the largest of each size, and the mean of their seconds."""
 
     def ends(part: str) -> list[int]:
         sizes = [size for row in rows for size in getattr(row, part)]
@@ -121,16 +121,16 @@ def joined_row(labels: dict[str, Any], rows: list[Row], numbers: dict[str, list[
 
 
 def means_by_seed(values: Iterable[list[float | None]]) -> list[float | None]:
-    """Means of several numbers with each seed; None where one of them is, as a mean without the hard ones flatters."""
+    """For each seed, the mean of several numbers; None if any is None, as a mean over the others could flatter."""
     return [None if None in seed else statistics.fmean(seed) for seed in zip(*values, strict=False)]
 
 
 Baseline = tuple[str, Numbers]
-"""What can be had without a model, in words, and its numbers."""
+"""A result without a model of the study: its description and its numbers."""
 
 
 def baselines_of(cells: list[Cell]) -> list[Baseline]:
-    """Those of the cells' tasks, each once."""
+    """The baselines of the cells' tasks, each once."""
     tasks = {str(cell.identity["task"]): cell.task for cell in cells}
     return list({words: (words, numbers) for words, numbers in (task.baseline() for task in tasks.values())}.values())
 
@@ -142,7 +142,7 @@ def number_words(value: float | None, digits: int) -> str:
 
 
 def spread_words(value: Spread, digits: int) -> str:
-    """ "0.95 ± 0.01"."""
+    """Mean and standard deviation, as in "0.95 ± 0.01"."""
     words = number_words(value.mean, digits)
     return words + f" ± {number_words(value.sd, digits)}" * (value.sd is not None)
 
@@ -200,9 +200,9 @@ def csv_rows(rows: list[Row], columns: list[Column], baselines: list[Baseline], 
 
 
 def best_of(rows: list[Row], tried: tuple[str, ...], number: str) -> list[Row]:
-    """One of the rows that differ in the labels `tried` only: the one with the largest mean of a number.
+    """The rows, where only the one with the largest mean of a number stays of those that differ only in labels `tried`.
 
-    One whose mean is not known is the last to be chosen.
+    A row whose mean is not known stays only if there is no other.
     """
     best: dict[tuple, Row] = {}
     for row in rows:

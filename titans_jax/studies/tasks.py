@@ -1,6 +1,6 @@
-"""What the models of studies learn and are asked: `Task`, and language; `generated` has those of drawn sequences.
+"""The tasks of studies: the interface `Task`, and language; `generated` has the tasks with generated sequences.
 
-A task is a group of command-line options too: its fields are settings, with their types, defaults and help.
+The fields of a task are command-line options too, with their types, defaults and help.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ Numbers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What a model is trained on, and measured by. A subclass of one's own needs the methods below."""
+    """A task to train a model on and to measure it by. A subclass implements the methods below."""
 
     name: ClassVar[str]
-    """The word for it in results and messages."""
+    """The name of the task in results and messages."""
 
     steps: int = 800
     """Training steps."""
     batch_size: int = 16
     """Sequences of a step."""
     learning_rate: float = 3e-3
-    """Peak of the cosine, after a linear warm-up in a tenth of the steps."""
+    """Peak of the cosine schedule, after a linear warm-up in a tenth of the steps."""
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """AdamW by the cosine schedule."""
+        """AdamW with the cosine schedule."""
         return OptimizerConfig(learning_rate=self.learning_rate, warmup_steps=self.steps // 10)
 
     @property
@@ -72,27 +72,27 @@ class Task:
         validate(Config(model=self.fit_to(model), optimizer=self.optimizer))
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """What a model of this seed is trained on, at least `steps` batches."""
+        """The training batches of a model with this seed, at least `steps` of them."""
         raise NotImplementedError
 
     def start(self, model: ModelConfig, seed: int) -> Any:
-        """Parameters that the training of a model starts from, by path; None are drawn ones."""
+        """The parameters that the training of a model starts from, by path; None: random ones."""
         return None
 
     def selection(self) -> Selection | None:
-        """How the parameters that are measured are chosen on validation data; None takes the last."""
+        """How validation data chooses the parameters to measure; None: those of the last step."""
         return None
 
     def trainings(self) -> list[Task]:
-        """What a model is trained on, one after another, each from the parameters that the one before chose."""
+        """The tasks that a model is trained on in turn, each from the parameters chosen by the previous one."""
         return [self]
 
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
-        """What a trained model is worth, by name."""
+        """The measured numbers of a trained model, by name."""
         raise NotImplementedError
 
     def baseline(self) -> tuple[str, Numbers]:
-        """What can be had without a model, in words, and its numbers by the names of `measure`."""
+        """A result that needs no model: its description, and its numbers by the names of `measure`."""
         raise NotImplementedError
 
 
@@ -100,8 +100,8 @@ class Task:
 class Language(Task):
     """Next tokens of real text: bits per byte on held-out documents, and loss by position far beyond the rows.
 
-    The long texts are stretches of the held-out text, one document after another: one of them begins and ends anywhere
-    in a document. `titans evaluate RUN positions` reads each document from its first token instead.
+    The long texts are stretches of the held-out documents in sequence, which begin and end anywhere in a document.
+    `titans evaluate RUN positions` reads each document from its first token instead.
     """
 
     name: ClassVar[str] = "language"
@@ -115,10 +115,10 @@ class Language(Task):
     evaluation_batches: int = 16
     """Held-out batches read."""
     positions: int = 32768
-    """Tokens of the stretches of held-out text that loss by position is measured on, a multiple of
-    data.sequence_length; 0 measures none."""
+    """Tokens of each stretch of held-out text for the loss by position, a multiple of data.sequence_length; 0: loss by
+    position is not measured."""
     positions_rows: int = 4
-    """How many stretches."""
+    """The number of these stretches."""
 
     @property
     def sequence_length(self) -> int:
@@ -155,7 +155,7 @@ class Language(Task):
                 )
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """See `Task`. Every seed has an order of its own."""
+        """See `Task`. Every seed has its own order of rows."""
         rows, statistics = self._rows("train", self.sequence_length), self._statistics("train")
         batches = data.TrainBatches(rows, statistics, Share(self.batch_size, 0, 1), seed=seed)
         try:
@@ -164,13 +164,13 @@ class Language(Task):
             batches.close()
 
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
-        """bits_per_byte and word_perplexity of held-out text; memory_gain: how many bits per byte more it takes where
-        the memories are never written, for a model with memory; and where `positions` is not 0, by bucket of positions
-        in stretches of the held-out text:
+        """bits_per_byte and word_perplexity of held-out text; for a model with memory also memory_gain, the increase in
+        bits per byte if the memories are never written; and where `positions` is not 0, by bucket of positions in
+        stretches of the held-out text:
 
-        ends: where the buckets end. carried, fresh: mean loss of each, nats per token, with the state carried from row
-        to row, and emptied before every row. last_over_best, last_over_fresh: the last bucket's carried loss over that
-        of the best bucket, and over its fresh loss.
+        ends: where the buckets end. carried, fresh: mean loss of each bucket, nats per token, with the state carried
+        from row to row, or emptied before every row. last_over_best, last_over_fresh: the last bucket's carried loss
+        over the carried loss of the best bucket, and over its own fresh loss.
         """
         tokenizer, step = data.load_tokenizer(self.data.tokenizer), _evaluation_step(graphdef)
         batches = (sharding.spread(batch, None)[0] for batch in self._held_out())
@@ -194,7 +194,7 @@ class Language(Task):
         return numbers | {"ends": ends, "carried": carried, "fresh": fresh} | ratios
 
     def baseline(self) -> tuple[str, Numbers]:
-        """See `Task`: how often each token is in the training text, whatever comes before it."""
+        """See `Task`: predictions by the frequency of each token in the training text, without any context."""
         size = data.load_tokenizer(self.data.tokenizer).vocab_size
         counts = np.bincount(self._corpus("train").tokens, minlength=size) + 1.0
         targets = np.concatenate([batch["targets"].ravel() for batch in self._held_out()])
@@ -205,7 +205,7 @@ class Language(Task):
         return words, self._by_word(float(bits / num_bytes))
 
     def _by_word(self, bits_per_byte: float) -> Numbers:
-        """bits_per_byte, and word_perplexity: 2 to the bits that a word of what is read takes, blanks included."""
+        """bits_per_byte, and word_perplexity: 2 to the mean bits per word, which count the blanks between words too."""
         bits = bits_per_byte * _bytes_per_word(self)
         return {"bits_per_byte": bits_per_byte, "word_perplexity": 2.0**bits if bits < 1000 else math.inf}
 
@@ -230,8 +230,8 @@ class Language(Task):
         return (batch for _, batch in zip(range(self.evaluation_batches), every, strict=False))
 
     def _long_texts(self, count: int | None = -1) -> np.ndarray:
-        """`count` whole stretches of the held-out text (default positions_rows, None all), wherever in a document they
-        begin, int32 [count, positions + 1]."""
+        """`count` whole stretches of the held-out text (-1: positions_rows, None: all), which may begin anywhere in a
+        document, int32 [count, positions + 1]."""
         corpus = self._corpus("validation").tokens
         whole = (len(corpus) - 1) // self.positions
         order = np.random.default_rng(0).permutation(whole)[: self.positions_rows if count == -1 else count]
@@ -251,7 +251,7 @@ def _unwritten_step(graphdef: nnx.GraphDef) -> EvaluationStep | None:
 
 @functools.lru_cache(maxsize=4)
 def _bytes_per_word(task: Language) -> float:
-    """Bytes over words of the held-out batches that a task reads: the words between blanks that begin in them."""
+    """Bytes per word in the held-out batches that a task reads; counted are words between blanks that begin in them."""
     tokenizer = data.load_tokenizer(task.data.tokenizer)
     num_bytes = words = 0
     for batch in task._held_out():
@@ -262,7 +262,7 @@ def _bytes_per_word(task: Language) -> float:
 
 
 def _words_begun(before: int, targets: np.ndarray, tokenizer: data.Tokenizer) -> int:
-    """Words between blanks that begin in the text of targets, int [tokens], which follow the token `before`."""
+    """The number of words between blanks that begin in `targets`, int [tokens], which follow the token `before`."""
     row = np.concatenate([[before], targets])
     documents = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
     count = lambda ids: len(tokenizer.decode(ids).split())  # noqa: E731

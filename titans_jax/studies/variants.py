@@ -1,10 +1,11 @@
 """`titans study depth`, `pq` and `yaad`: one memory with one of its choices changed, on text far beyond its rows.
 
-depth: the fast matrices of Titans' memory, 1 to 4 (Titans, figure 7). pq: Moneta's exponents, p at its q and q at its p
-(Miras 5.3). yaad: Yaad without each of its parts (Miras' ablation, five removals). Every model has as many parameters,
-and reads as many tokens of the same text; its loss is told over the first 2K, 4K, ... tokens of long stretches of the
-held-out text, across documents, with the state carried on from row to row. The papers' figures are of other tokens,
-sizes and lengths: their order is what can be compared, not their numbers.
+depth: the number of fast matrices of Titans' memory, 1 to 4 (Titans, figure 7). pq: Moneta's exponents, p varied at the
+default q and q at the default p (Miras 5.3). yaad: Yaad without each of its parts (Miras' ablation, five removals). All
+models have the same number of parameters and are trained on the same number of tokens of the same text; the table has
+their loss over the first 2K, 4K, ... tokens of long stretches of the held-out text, across documents, with the state
+carried on from row to row. The papers' figures are for other tokens, sizes and lengths: only the order of models can be
+compared, not their numbers.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ Variants = list[tuple[dict[str, Any], dict[str, Any]]]
 """Labels of a row of the table, and the fields of the memory that it sets."""
 
 LENGTHS_SHOWN = 5
-"""How many lengths a table tells the loss of, each twice the one before."""
+"""At how many lengths a table shows the loss; each length is twice the one before."""
 
 YAAD: dict[str, dict[str, Any]] = {
     "full": {},
@@ -34,13 +35,13 @@ YAAD: dict[str, dict[str, Any]] = {
     "without L1": {"bias": "l2"},
     "linear memory": {"architecture": "linear"},
 }
-"""Yaad, and what is left without each part: its forgetting (its step sizes by channel stay), the threshold that
-depends on the token, the quadratic and the linear branch of its bias, and its depth."""
+"""Yaad, and Yaad without each of its parts: its forgetting (its step sizes by channel stay), the threshold that depends
+on the token, the quadratic and the linear branch of its bias, and its depth."""
 
 
 @dataclass(frozen=True)
 class VariantOptions(StudyOptions):
-    """Train small models that differ in their memory alone, and read texts far longer than their rows."""
+    """Train small models that differ only in their memory, and read texts far longer than their training rows."""
 
     block: str = "lmm"
     """The block that holds the memory."""
@@ -59,12 +60,12 @@ class VariantOptions(StudyOptions):
 
 
 class VariantStudy(Study):
-    """One memory with one choice changed at a time; a subclass says what its rows are."""
+    """One memory with one choice changed at a time; a subclass defines the rows."""
 
     options = VariantOptions
 
     def variants(self) -> Variants:
-        """The rows, with the preset in every one."""
+        """The rows; the fields of each include the preset."""
         raise NotImplementedError
 
     def defaults(self, said: VariantOptions) -> VariantOptions:
@@ -90,7 +91,7 @@ class VariantStudy(Study):
         return [*with_seeds(options, kinds, options.language)]
 
     def lengths(self, options: VariantOptions) -> list[int]:
-        """The lengths that the table tells the loss of."""
+        """The lengths at which the table shows the loss."""
         language = options.language
         halves = [language.positions >> shift for shift in range(LENGTHS_SHOWN)] if language.positions else []
         return [length for length in reversed(halves) if length >= language.sequence_length]
@@ -101,7 +102,7 @@ class VariantStudy(Study):
         return [Column("bits_per_byte", "bits per byte"), Column("memory_gain", "memory gain"), *far]
 
     def finish(self, options: VariantOptions, rows: list[Row]) -> list[Row]:
-        """See `Study`: the mean loss over the first tokens of long texts, from that of the buckets of positions."""
+        """See `Study`: the mean loss over the first tokens of long texts, computed from the buckets of positions."""
         for row in rows:
             seeds = list(zip(row.numbers.get("ends", []), row.numbers.get("carried", []), strict=True))
             for length in self.lengths(options):

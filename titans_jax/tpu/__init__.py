@@ -1,1 +1,1 @@
-"""TPUs without a TPU: which machines there are, and what the compiler says of a training step on one."""
+"""TPUs without having one: the machines by name, and the compiler's report of a training step on one."""

@@ -1,4 +1,4 @@
-"""`titans compile`: the report of a training step on a TPU that is not there, the comparison with Transformer++, and
+"""`titans compile`, which needs no TPU: the report of a training step on one, the comparison with Transformer++, and
 weak scaling."""
 
 import dataclasses
@@ -29,19 +29,19 @@ class Options(Config):
     json: bool = False
     """Print one JSON object instead of tables."""
     compare: str | None = None
-    """Folder for a comparison instead: csv and plot of models' tokens/s over that of a Transformer++ of the same size,
-    by length, on one chip of the slice's generation."""
+    """Compare models instead: folder for a csv and a plot of their tokens/s relative to a Transformer++ of the same
+    size, by row length, on one chip of the slice's generation."""
     models: tuple[Literal["lmm", "mac", "mag", "mal"], ...] = ("lmm", "mac", "mag", "mal")
     """Models of the comparison."""
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768)
     """Row lengths of the comparison."""
     scaling: str | None = None
-    """Folder for weak scaling instead: csv and plot of the step's speed and of what crosses the network, on more and
-    more chips of the topology's generation, and on the topology itself where it is of several slices."""
+    """Measure weak scaling instead: folder for a csv and a plot of the step's speed and network traffic, on more and
+    more chips of the topology's generation, and on the topology itself if it has several slices."""
     chips: tuple[int, ...] = (8, 64, 128, 256, 512)
-    """Chips of the slices of the weak scaling."""
+    """Weak scaling: numbers of chips of the slices."""
     rows_of_chip: int | None = None
-    """Rows that every chip has in a step of the weak scaling; None is training.gradient_accumulation, one row a
+    """Weak scaling: rows of every chip in a step; None: training.gradient_accumulation, which is one row a
     microbatch."""
 
 
@@ -84,7 +84,7 @@ def main(name: str, options: Options) -> None:
 
 
 def advice(config: Config, fits: Config | None) -> str:
-    """What to change of a configuration that does not fit, to get the nearest that does."""
+    """The changes that turn a configuration that does not fit into `fits`, in words."""
     if fits is None:
         return "one row at a time on a chip does not either: use a larger slice, or shorter rows"
     changed = []

@@ -1,9 +1,9 @@
-"""The train step as the TPU compiler sees it: does it fit, what crosses the network, what does it cost.
+"""The train step compiled for TPUs: whether it fits, its traffic over the network, and its estimated time.
 
     report = compile_step(config, find_topology("v5e:2x4"))
 
-Nothing is computed and no array is made: the step is compiled for described devices. What a chip's memory holds and
-which collectives run is exact; the step's time is the compiler's estimate.
+Nothing is computed and no array is made: the step is compiled for described devices. The content of a chip's memory and
+the collectives are exact; the step's time is the compiler's estimate.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from titans_jax.training.step import step_of
 
 
 class DoesNotFit(ConfigError):
-    """The step needs more memory than a chip has; `used`: bytes of a device that it needs at least."""
+    """The step needs more memory than a chip has; `used`: the least bytes that it needs on a device."""
 
     def __init__(self, sentence: str, used: float):
         super().__init__(sentence)
@@ -42,7 +42,7 @@ class DoesNotFit(ConfigError):
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler says of one training step. Bytes, operations and tokens are per chip."""
+    """The compiler's report of one training step. Bytes, operations and tokens are per chip."""
 
     topology: Topology
     mesh: dict[str, int]
@@ -53,17 +53,18 @@ class Report:
     remat: str
     compile_seconds: float
     hbm: dict[str, float]
-    """Bytes by kind."""
+    """Bytes of a chip's memory, by kind of content."""
     host: float
     """Bytes of the host's memory that activations of remat `offload` take."""
     flops: float
-    """Operations of a step, counted analytically, without what rematerialisation repeats."""
+    """Operations of a step, counted analytically, without those that rematerialisation repeats."""
     cycles: Counter[str]
     """Estimated cycles of a step by source file; those of Pallas kernels by `kernel` and their name."""
     kernels: Kernels
     collectives: list[Collective]
-    """What one device sends in a step."""
+    """The collectives of one device in a step."""
     unknown_loops: int
+    """Loops whose number of turns is not known."""
 
     @property
     def headroom(self) -> float:
@@ -77,7 +78,7 @@ class Report:
 
     @property
     def step_seconds(self) -> float:
-        """Estimated seconds of a step: the compiler's cycles, nothing else taking time."""
+        """Estimated seconds of a step: those of the compiler's cycles, as if nothing else took time."""
         return self.cycles.total() / self.topology.generation.clock
 
     @property
@@ -87,12 +88,12 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """Estimated."""
+        """Estimated tokens per second of a chip."""
         return self.rows * self.sequence_length / self.topology.chips / self.step_seconds
 
     @property
     def network_seconds(self) -> dict[str, float]:
-        """Per mesh axes inside a slice: what a step's collectives take at least, on all links of a chip at once."""
+        """By mesh axes inside a slice: the least time of a step's collectives, as if on all links of a chip at once."""
         found: Counter[str] = Counter()
         for collective in self.collectives:
             if "slice" not in collective.axes:
@@ -214,8 +215,8 @@ def compile_step(config: Config, topology: Topology) -> Report:
 
 
 def nearest_fit(config: Config, topology: Topology, used: float) -> Config | None:
-    """The configuration nearest to one that does not fit that does: the same batch with remat `full`, or in more
-    microbatches; None if one row at a time is too much. `used`: bytes per device that it needs."""
+    """For a configuration that does not fit, the nearest that does: the same batch with remat `full`, or in more
+    microbatches; None if even one row at a time is too much. `used`: bytes per device that `config` needs."""
     if config.model.remat != "full":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="full"))
         try:
@@ -225,7 +226,7 @@ def nearest_fit(config: Config, topology: Topology, used: float) -> Config | Non
             used = error.used
     limit = topology.generation.hbm / topology.generation.devices
     for smaller in _more_microbatches(config, topology):
-        # Temporaries shrink with the rows at most in proportion, so what must fail even then is not compiled.
+        # Temporaries shrink at most in proportion to the rows; if it would not fit even then, it is not compiled.
         times = smaller.training.gradient_accumulation / config.training.gradient_accumulation
         if used / times > limit:
             continue
@@ -238,9 +239,9 @@ def nearest_fit(config: Config, topology: Topology, used: float) -> Config | Non
 
 
 def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> tuple[Any, dict[str, Any]]:
-    """Structure of the model, and the train step's state as shapes that know their place on the mesh, which is set.
+    """Structure of the model, and the train step's state as shapes with their shardings on the mesh, which must be set.
 
-    The optimizer's state lies as its parameters do; its counters are on every device.
+    The optimizer's state is sharded like its parameters; its counters are on every device.
     """
     graphdef, params = abstract_model(config.model)
 
@@ -264,7 +265,7 @@ def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> tuple[Any, dict[s
 
 
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch whose rows are shared by the mesh."""
+    """Shapes of a batch whose rows are sharded over the mesh."""
     shape = (config.data.batch_size, config.data.sequence_length)
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, PartitionSpec(sharding.BATCH)))
     return {name: rows for name in ("tokens", "targets", "segment_ids")}
@@ -282,7 +283,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _refusal(error: Exception, config: Config, topology: Topology) -> DoesNotFit | None:
-    """The compiler's "ran out of memory" in our words; None for any other error."""
+    """The exception for the compiler's "ran out of memory", with our message; None for any other error."""
     text = str(error)
     if said := re.search(r"memory space hbm\. Used ([\d.]+)([MGT]) of", text):
         used = float(said.group(1)) * {"M": 2**20, "G": 2**30, "T": 2**40}[said.group(2)]

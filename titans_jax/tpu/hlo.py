@@ -1,12 +1,12 @@
-"""What an optimized HLO program of XLA:TPU costs, read from its text: cycles, collectives, kernels.
+"""Costs of an optimized HLO program of XLA:TPU, read from its text: cycles, collectives, kernels.
 
     program = Program(compiled.as_text())
     program.cycles()                          # the compiler's own estimates, by source file
     program.collectives({"data": 2, "fsdp": 4})
 
-An instruction runs as often as the loops around it turn. A loop's turns are the constant that its condition compares
-with: jax's scans count from 0 up. XLA writes no cycles to copies that run at the same time as other work, to
-collectives and to Pallas kernels (for these see schedules.py).
+An instruction runs as often as the loops around it turn. The number of a loop's turns is the constant in its condition,
+since jax's scans count up from 0. XLA gives no cycles for copies that run at the same time as other work, for
+collectives and for Pallas kernels (for these see schedules.py).
 """
 
 import itertools
@@ -42,7 +42,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate, 0 where it writes none."""
+        """The compiler's estimate, 0 where it gives none."""
         found = re.search(r'"estimated_cycles":"(\d+)"', self.line)
         return int(found.group(1)) if found else 0
 
@@ -154,7 +154,7 @@ class Program:
         return sum(instruction.cycles for instruction in self.computations.get(name, ()))
 
     def _turns(self, loop: Instruction) -> int | None:
-        """What the condition compares the counter with."""
+        """The constant that the condition compares the counter with; None where it is not known."""
         name = loop.attribute("condition")
         constants = {
             int(value)
@@ -179,7 +179,7 @@ class Program:
 
     @cached_property
     def _frames(self) -> dict[int, str]:
-        """Stack frame -> path under titans_jax of the innermost of its files that is there, "" where none is."""
+        """Stack frame -> path of its innermost file under titans_jax, "" where it has none."""
         tables: dict[str, dict[int, str]] = {}
         rows: dict[int, str] = {}
         for line in itertools.takewhile(lambda line: not line.startswith(("%", "ENTRY")), self._text.splitlines()):
@@ -223,13 +223,13 @@ def _sizes(shape: str) -> list[float]:
 
 
 def _between_slices(instruction: Instruction) -> str | None:
-    """The kind of a collective that hosts carry from slice to slice: each device hands its part to its host."""
+    """The kind of a collective between slices, in which each device hands its part to its host; None for others."""
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.line)
     return transfer.group(1).lower().replace("_", "-") if transfer and instruction.opcode == "send" else None
 
 
 def _sent(instruction: Instruction, kind: str, size: int) -> float:
-    """Bytes a device sends in a ring of `size` devices; the result is what is gathered, reduced or scattered into."""
+    """Bytes that a device sends in a ring of `size` devices, computed from the size of the instruction's result."""
     arrays = _sizes(instruction.shape)
     if instruction.opcode in ("all-gather-start", "collective-permute-start"):  # (operand, result, ...)
         arrays = arrays[1:2] if len(arrays) > 1 else arrays
@@ -265,7 +265,7 @@ def _groups(line: str, devices: int) -> list[list[int]]:
     mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}.
 
     Raises:
-      ValueError: they are written in a way that is not known here.
+      ValueError: they are written in an unknown form.
     """
     text = re.search(r"replica_groups=(.*)", line)
     if text is None or text.group(1).startswith("{}"):  # all devices together

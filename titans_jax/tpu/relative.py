@@ -1,8 +1,8 @@
-"""Estimated speed of the Titans models over that of a Transformer++ of the same size, by length (Titans, figure 9).
+"""Estimated speed of the Titans models relative to a Transformer++ of the same size, by length (Titans, figure 9).
 
-All train on one chip of a generation (on its smallest slice, where that has more): the same tokens a step however long
-a row is, in one microbatch. What is compared is `Report.tokens_per_second`; see `Report` for what it counts and leaves
-out. A program with Pallas kernels whose schedule is not known is not compared.
+All train on one chip of a generation (on its smallest slice, where that has more), with the same number of tokens a
+step whatever the length of a row, in one microbatch. `Report.tokens_per_second` is compared; see `Report` for what it
+counts and leaves out. A program with Pallas kernels whose schedule is not known is not compared.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ from titans_jax.tpu.topology import Topology, slice_shapes
 from titans_jax.training.run import count_params, with_parameters
 
 TOKENS = 8192
-"""Tokens a chip takes at once, as the configurations of the papers cut their batches; more where a row is longer."""
+"""Tokens of a chip in a step, as in the microbatches of the papers' configurations; more where a row is longer."""
 
 BASELINE = "transformer"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One model at one length; None for what is not known, all but the first three where the step does not fit.
+    """One model at one length. Unknown values are None; if the step does not fit, all but the first three are unknown.
 
-    relative: tokens_per_second over the baseline's. most_cycles: the sources that take the most, with their shares.
+    relative: tokens_per_second over the baseline's. most_cycles: the sources with the most cycles, and their shares.
     """
 
     topology: str
@@ -53,7 +53,7 @@ def compare(
     console: Console,
 ) -> None:
     """Compile a Transformer++ of config's size and `models`, blocks by name, at every length; print each as it comes,
-    and write relative_<generation>.csv and .png into `folder`. What does not fit has no figures."""
+    and write relative_<generation>.csv and .png into `folder`. A model that does not fit has no figures."""
     topology = Topology(generation, slice_shapes(generation)[0])
     rows: list[Row] = []
     for length in lengths:
@@ -68,7 +68,7 @@ def compare(
 
 
 def _compared(config: Config, block: str, chips: int, length: int) -> Config:
-    """A model of these blocks with as many parameters as config's, and as many tokens a step whatever the length."""
+    """A model of these blocks with as many parameters as config's, and the same tokens a step at any length."""
     model = dataclasses.replace(config.model, pattern=(block,))
     return dataclasses.replace(
         config,

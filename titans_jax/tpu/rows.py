@@ -1,4 +1,4 @@
-"""What the tables of compiled steps share: a report where a step fits, and rows that are kept as they come."""
+"""Parts shared by the tables of compiled steps: a report if the step fits, and rows that are saved as they come."""
 
 import dataclasses
 from pathlib import Path
@@ -21,7 +21,7 @@ def report_if_it_fits(config: Config, topology: Topology) -> Report | None:
 
 
 def keep_rows(rows: list[Any], file: Path, console: Console) -> None:
-    """Print what is known of the last row, and write all of them, dataclasses, into a CSV file."""
+    """Print the known values of the last row, and write all rows, which are dataclasses, into a CSV file."""
     known = {name: value for name, value in dataclasses.asdict(rows[-1]).items() if value is not None}
     console.print("  ".join(f"{name} {value}" for name, value in known.items()), soft_wrap=True)
     plots.save_csv(rows, file)

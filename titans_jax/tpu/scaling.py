@@ -1,8 +1,8 @@
-"""Weak scaling as the TPU compiler sees it: one training step on more and more chips, each with as many rows.
+"""Weak scaling by the TPU compiler's estimates: a training step on more and more chips, with equal rows on each.
 
-A chip's own work then stays what it is, and what changes is what crosses the network. What the collectives take is a
-lower bound, bytes over all links of a chip at once, without the time that a message needs to arrive; how much of it
-runs beside other work is not known. So a row has both ends: all of it hidden, and none.
+A chip's own work then stays the same, and only the traffic over the network changes. The time of the collectives is a
+lower bound: their bytes over all links of a chip at once, without latency; how much of it overlaps with other work is
+not known. So a row has both extremes: all of it hidden, and none.
 """
 
 import math
@@ -22,10 +22,10 @@ from titans_jax.tpu.topology import Topology, find_topology, slice_shapes
 
 @dataclass(frozen=True)
 class Row:
-    """One step; None for what is not known, all but the first four where it does not fit.
+    """One step. Unknown values are None; if it does not fit, all but the first four are unknown.
 
-    hidden, exposed: tokens/s a chip if all of a slice's collectives run beside other work, and if none does.
-    network_share: these over the step's time without them.
+    hidden, exposed: tokens/s a chip if all of a slice's collectives overlap with other work, and if none does.
+    network_share: time of these collectives over the step's time without them.
     sent: GB a device sends in a step by mesh axes, with calls.
     between_slices: bytes/s that a chip must send to other slices for their collectives to take no longer than the step.
     """
@@ -47,12 +47,12 @@ class Row:
 def scale(
     name: str, config: Config, topology: Topology, chips: Sequence[int], rows: int, folder: Path, console: Console
 ) -> None:
-    """Compile config's step with `rows` rows a chip on slices of so many chips of topology's generation, and on
-    topology itself where it is of several slices; print each row as it comes, and write scaling_<name>_<generation>.csv
-    and .png into `folder`.
+    """Compile config's step with `rows` rows a chip on slices of topology's generation with these numbers of `chips`,
+    and on topology itself if it has several slices; print each row as it comes, and write
+    scaling_<name>_<generation>.csv and .png into `folder`.
 
     Raises:
-      ConfigError: there is no slice of so many chips, or the rows are not whole microbatches.
+      ConfigError: there is no slice with a number of chips, or the rows are not whole microbatches.
     """
     generation = topology.generation
     parts = config.training.gradient_accumulation
@@ -103,7 +103,7 @@ def _row(topology: Topology, rows: int, report: Report | None) -> Row:
 
 
 def _plot(name: str, rows: list[Row], file: Path) -> None:
-    """Tokens/s a chip over chips, as many slices with a marker of their own."""
+    """Tokens/s a chip over chips; steps on several slices have a marker of their own."""
     fitting = [row for row in rows if row.hidden is not None]
     if not fitting:
         return

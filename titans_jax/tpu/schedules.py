@@ -5,8 +5,8 @@
         compiled = traced.lower().compile()
     kernel_cycles(Program(compiled.as_text()), traced.jaxpr, started)
 
-A schedule says what one step of a kernel's grid costs at most: it holds both sides of every condition, and a loop in
-the kernel once. How many steps and turns there are is read from the traced program.
+A schedule gives the most that one step of a kernel's grid costs: it holds both sides of every condition, and a loop in
+the kernel once. The numbers of steps and of loop turns are read from the traced program.
 """
 
 import atexit
@@ -40,7 +40,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a kernel of the traced program and its instruction share: name, and shapes of operands and results."""
+    """The key by which a kernel of the traced program is matched to its instruction: name and operand/result shapes."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A Pallas kernel of a traced program. turns: of its longest loop, 1 without loops."""
+    """A Pallas kernel of a traced program. turns: turns of its longest loop, 1 without loops."""
 
     signature: Signature
     grid: tuple[int, ...]
@@ -84,7 +84,7 @@ def folder() -> Path:
 
 
 def ask_for_schedules() -> None:
-    """Have libtpu write its schedules to `folder`; of no effect once it is loaded. What LIBTPU_INIT_ARGS says stays."""
+    """Have libtpu write its schedules to `folder`, without effect once it is loaded. LIBTPU_INIT_ARGS is added to."""
     flags = {"to": folder(), "llo_text": "true", "llo_pass_label_regex": PASS}
     asked = " ".join(f"--xla_jf_dump_{name}={value}" for name, value in flags.items())
     said = os.environ.get("LIBTPU_INIT_ARGS", "")
@@ -94,7 +94,7 @@ def ask_for_schedules() -> None:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[int]:
-    """The time at the start, in ns; until the end jax's cache is off, since a program from there has no schedules."""
+    """Yields the present time in ns; inside, jax's cache is off, since programs from the cache have no schedules."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -109,8 +109,8 @@ def compiling() -> Iterator[int]:
 
 
 def kernel_cycles(program: Program, jaxpr: Any, started: int) -> Kernels:
-    """Cycles of the kernels of a program compiled since `started` from a traced `jaxpr`: at most, as every step and
-    turn counts with all of the kernel's rows."""
+    """Cycles of the kernels of a program compiled since `started` from a traced `jaxpr`: an upper bound, as every step
+    and turn counts with all of the kernel's rows."""
     most: dict[Signature, int] = {}
     for kernel in pallas_kernels(jaxpr):
         most[kernel.signature] = max(most.get(kernel.signature, 0), kernel.steps * kernel.turns)
@@ -159,7 +159,7 @@ def _turns(jaxpr: Any) -> int:
 
 
 def signature_of(instruction: Instruction) -> Signature:
-    """The signature of a kernel's instruction, whose name XLA numbers where several have the same."""
+    """The signature of a kernel's instruction, without the number that XLA adds to names that occur several times."""
     operands = re.search(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}", instruction.line)
     arrays = re.findall(r"\w\[([\d,]*)\]", f"{operands.group(1) if operands else ''} {instruction.shape}")
     shapes = tuple(tuple(int(n) for n in dims.split(",") if n) for dims in arrays)
@@ -169,7 +169,7 @@ def signature_of(instruction: Instruction) -> Signature:
 def read_schedule(folder: Path, instruction: str, started: int = 0) -> Schedule | None:
     """The last schedule of an instruction since `started`, in ns; None if the compiler wrote none.
 
-    A file has four lines of header (names of slots and how many there are), then a row a bundle with the slots it uses.
+    A file has four header lines (names and numbers of slots), then a row for each bundle with the slots it uses.
     """
     written = {int(file.name.split("-")[0]): file for file in folder.glob(f"*-{instruction}-*{SUFFIX}")}
     if not written or max(written) < started:

@@ -1,7 +1,7 @@
 """TPU machines by name: generations of chips, the slices they come in, and described devices to compile for.
 
-A slice has two names, that of its shape (v5e:4x8) and the accelerator type it is ordered by (v5litepod-32); both are
-understood. Some accelerator types count TensorCores, two a chip: v5p-1024 has 512 chips.
+A slice has two names, its shape (v5e:4x8) and the accelerator type by which it is ordered (v5litepod-32); both are
+understood. Some accelerator types count TensorCores, two on each chip: v5p-1024 has 512 chips.
 """
 
 import importlib.util
@@ -32,12 +32,12 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """v5e:4x8"""
+        """The name of one slice by its shape, such as v5e:4x8."""
         return f"{self.generation.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def ordered_as(self) -> str:
-        """The accelerator type of one slice, v5litepod-32."""
+        """The accelerator type of one slice, such as v5litepod-32."""
         return f"{self.generation.ordered_as}-{math.prod(self.shape) * self.generation.counted}"
 
     def __str__(self) -> str:
@@ -46,10 +46,10 @@ class Topology:
 
 
 def find_topology(name: str, slices: int = 1) -> Topology:
-    """The topology that a name means, of a shape (v5e:4x8, v6e:16x16) or of an accelerator type (v5litepod-32, v5p-8).
+    """The topology with this name: a shape (v5e:4x8, v6e:16x16) or an accelerator type (v5litepod-32, v5p-8).
 
     Raises:
-      ConfigError: there is none of this name; the sentence has the nearest.
+      ConfigError: there is none with this name; the message has the nearest.
     """
     known = {name: generation for name, generation in GENERATIONS.items() if generation.largest}
     by_type = {generation.ordered_as: generation for generation in known.values()}
@@ -100,7 +100,7 @@ def describe(topology: Topology) -> list[Any]:
             "libtpu is not installed, which holds the compiler for TPUs; pip install 'titans-jax[tpu]' (or pip "
             "install libtpu) brings it, and needs no TPU"
         )
-    # Without these libtpu asks a metadata server which machine it is on, and lets one process in only.
+    # Without these libtpu asks a metadata server which machine it is on, and allows only one process at a time.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")

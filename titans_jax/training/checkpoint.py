@@ -1,8 +1,8 @@
 """Checkpoints of a run: parameters, optimizer state, data position and configuration, written by Orbax.
 
-Orbax writes each step into a temporary folder and renames it when it is complete, or writes it in place and a last file
-when it is, so a checkpoint is whole or absent; older ones are removed only after that. This module adds what Orbax does
-not do (checksums, and that parameters are finite) and the words: what was skipped and why, what does not fit.
+Orbax writes each step into a temporary folder that it renames when all is written, or writes it in place with a marker
+file last, so a checkpoint is whole or absent; older ones are removed only after that. This module adds what Orbax lacks
+(checksums, a check that parameters are finite) and messages: what was skipped and why, and what does not fit.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from titans_jax.sharding import processes
 from titans_jax.training.checksums import damage, write_checksums
 
 FORMAT = 2
-"""How what is beside the arrays is saved. 1, which is not written down: without format, version, text, checksums."""
+"""Format of what is saved beside the arrays. Format 1 has no format number, version, text identity or checksums."""
 SECTIONS = ("model", "data", "optimizer", "training")
-"""What every configuration has, in every format."""
+"""Sections that a saved configuration has in every format."""
 MODES = {"rename": ocp.options.AtomicityMode.ATOMIC_RENAME, "file": ocp.options.AtomicityMode.COMMIT_FILE}
-"""By `training.checkpoint_commit`."""
+"""Orbax' mode by `training.checkpoint_commit`."""
 COMMITTED = "commit_success.txt"
-"""Orbax' last file in a checkpoint."""
+"""The file that Orbax writes last in a checkpoint, in the mode "file"."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that space on the disk would solve."""
+"""Error numbers of a full disk, a full quota, and a file that is too large."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Checkpoints:
 
     Args:
       kept: how many of the latest checkpoints stay on disk; None to read only.
-      commit: `training.checkpoint_commit`. To read only, it need not be known: what is not whole cannot be read.
-      say: told, in one sentence, about every checkpoint that is skipped.
+      commit: `training.checkpoint_commit`. Any value will do to read only: an unfinished checkpoint cannot be read.
+      say: called with one sentence about every checkpoint that is skipped.
     """
 
     def __init__(
@@ -153,14 +153,14 @@ class Checkpoints:
             ) from error
 
     def _write_checksums(self) -> None:
-        """Called by Orbax when a step's files are written, and its folder does not count as a checkpoint yet."""
+        """Called by Orbax when a step's files are written but its folder does not count as a checkpoint yet."""
         if jax.process_index() == 0:
             for step, folder in self._not_whole():
                 if step == self._saved:
                     write_checksums(folder)
 
     def _not_whole(self) -> list[tuple[int, Path]]:
-        """Steps that are being written, or whose writing was ended before it was done, and their folders."""
+        """Steps that are being written, or whose writing was interrupted, and their folders."""
         if self._mode is MODES["rename"]:
             folders = self._folder.absolute().glob("*.orbax-checkpoint-tmp*")
         else:
@@ -170,8 +170,8 @@ class Checkpoints:
     def steps(self, resume_from: int | None = None) -> list[int]:
         """Steps with a complete checkpoint, the latest first.
 
-        resume_from: of those, this one and earlier ones, and later ones that a run with this `training.resume_from`
-        has saved.
+        resume_from: where given, only this step, earlier ones, and later ones saved by a run with this
+        `training.resume_from`.
 
         Raises:
           CheckpointError: there are checkpoints, but none of step `resume_from`.
@@ -239,7 +239,7 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Move checkpoints later than step `after`, which were not gone on from, out of the way of new ones."""
+        """Move checkpoints later than step `after`, from which the run continues, out of the way of new ones."""
         aside = self._folder.parent / "checkpoints_set_aside"
         later = [step for step in self.steps() if step > after]
         with processes.together():
@@ -296,7 +296,7 @@ class Checkpoints:
         return None
 
     def _check_files(self, step: int, items: list[str]) -> None:
-        """Raise Damaged for all processes where the first one finds that files are not what was written."""
+        """Raise Damaged in all processes if the first one finds files that are not what was written."""
         found = damage(self._folder / str(step), items) if jax.process_index() == 0 else None
         if jax.process_count() > 1 and processes.first_says(found is not None):
             found = found or "process 0 found files that are not what was written"
@@ -344,7 +344,7 @@ def _instead(steps: list[int]) -> str:
 
 
 def _cause(error: Exception) -> str:
-    """The cause in words, without the many layers that TensorStore tells."""
+    """The cause in words, without the many layers of TensorStore's message."""
     if (number := _error_number(error)) is not None:
         return os.strerror(number)
     text = str(error).partition(". See full TensorStore details")[0].strip() or type(error).__name__
@@ -352,6 +352,6 @@ def _cause(error: Exception) -> str:
 
 
 def _error_number(error: Exception) -> int | None:
-    """The operating system's number of a failure, which TensorStore tells in its text."""
+    """The operating system's number of a failure, which TensorStore has in the text of its error only."""
     code = re.search(r"os_error_code='(\d+)'", str(error))  # what stands around it varies
     return int(code[1]) if code else getattr(error, "errno", None)

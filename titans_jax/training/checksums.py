@@ -1,9 +1,9 @@
 """Checksums of a checkpoint's files: a byte that changed on the disk is found when the checkpoint is read.
 
-`checksums.json` in a checkpoint's folder holds the size and the CRC-32 of every file in the folders of its items; what
-lies beside them Orbax changes once more, and can do without. It is written once all of them are, and before Orbax gives
-the folder its name, so a checkpoint has them whenever it is whole. Reading back costs a second per gigabyte and core
-(0.95 GB/s measured on one, files cached), in the background at a save.
+`checksums.json` in a checkpoint's folder holds the size and the CRC-32 of every file in the folders of its items. It
+leaves out the files beside these folders, which Orbax changes once more and can do without. It is written after the
+files that it covers and before Orbax gives the folder its name, so every whole checkpoint has checksums. Computing them
+costs a second per gigabyte and core (0.95 GB/s measured on one, files cached), in the background at a save.
 """
 
 import json
@@ -27,7 +27,7 @@ def write_checksums(folder: Path) -> None:
 def damage(folder: Path, items: Iterable[str]) -> str | None:
     """What is wrong with the files of some items of a checkpoint, in words; None for nothing.
 
-    A checkpoint without checksums, which an earlier version wrote, is not looked at.
+    A checkpoint without checksums, which an earlier version wrote, is not checked.
     """
     if not (folder / NAME).is_file():
         return None

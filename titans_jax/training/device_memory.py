@@ -1,4 +1,4 @@
-"""The memory of a device: what a run asks of it, and the words where it is too little."""
+"""The memory of a device: how much a run needs, and the messages where there is too little."""
 
 import math
 import re
@@ -10,17 +10,17 @@ from titans_jax.training.report import TrainingStopped
 from titans_jax.training.run import abstract_model
 
 COPIES = 3
-"""What a run keeps for every parameter: itself, and the two moments of AdamW; one more with optimizer.ema."""
+"""Numbers kept for every parameter: itself and the two moments of AdamW; one more with optimizer.ema."""
 LOWER = "raise training.gradient_accumulation or mesh.fsdp, or lower data.batch_size, data.sequence_length or model.dim"
 
 
 def check_state_fits(config: Config, mesh: jax.sharding.Mesh | None) -> None:
     """Refuse a model whose parameters and optimizer state alone are more than the memory of a device.
 
-    Does nothing where the backend does not tell how much that is (CPUs).
+    Does nothing where the backend does not report the memory of a device (CPUs).
 
     Raises:
-      ConfigError: names what is asked for, what there is, and fields to lower.
+      ConfigError: names the memory needed, the memory there is, and fields to change.
     """
     limit = bytes_limit()
     if limit is None:
@@ -41,12 +41,12 @@ def check_state_fits(config: Config, mesh: jax.sharding.Mesh | None) -> None:
 
 
 def bytes_limit() -> int | None:
-    """Memory of a device that arrays may use, in bytes; None where the backend does not tell."""
+    """Memory of a device that arrays may use, in bytes; None where the backend does not report it."""
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def out_of_memory(error: Exception) -> TrainingStopped:
-    """The sentence for an allocation that failed while a run started or took a step."""
+    """The exception, with its message, for an allocation that failed while a run started or took a step."""
     asked = re.search(r"allocat\w+ (\d+) bytes|allocat\w+ ([\d.]+ ?[KMGT]i?B)", str(error))
     what = f"{int(asked[1]) / 1e9:.2f} GB" if asked and asked[1] else asked[2] if asked else "more"
     limit = bytes_limit()

@@ -1,4 +1,4 @@
-"""Whether the memories of a model are alive and of use: what their reports say in words, and the picture memory.png.
+"""Whether the memories of a model are alive and of use: warnings drawn from their reports, and the picture memory.png.
 
 A report is that of `LanguageModel.__call__`: for every memory layer, means over tokens, heads and matrices. The gain is
 how many bits per byte the validation loss rises when the memories are not written (`models.without_writes`).
@@ -14,47 +14,50 @@ from titans_jax.plots import panels
 from titans_jax.training.metrics import read_metrics
 
 KEPT_PER_TOKEN = 0.1
-"""Less retention than this, and a write is below a thousandth after three tokens: the convolution reaches as far."""
+"""With less retention than this, a write has decayed to a thousandth after three tokens, which is the reach of the
+convolution."""
 STEP_SHARE = 1e-3
-"""Below this share of its bound, a mean step size is a sigmoid at -7, whose slope is as small."""
+"""Below this share of its bound, a mean step size is a sigmoid at -7, whose slope is as small, so it hardly learns."""
 STEP_AT_BOUND = 0.99
-"""Above this share, it is a sigmoid at 4.6: it has no way up, and learns slowly to come down."""
+"""Above this share of its bound, a mean step size is a sigmoid at 4.6: it cannot rise, and learns slowly to fall."""
 MOMENTUM = 0.999
-"""Above this, a surprise is summed over a thousand tokens: the gate no longer tells old from new."""
+"""Above this, a surprise is summed over a thousand tokens: the gate no longer distinguishes old from new."""
 INERT_SHARE = 0.005
-"""A memory that explains no more than half a percent of what the mean leaves open answers all keys alike."""
+"""A memory whose explained share is within half a percent of 0 answers all keys alike."""
 INERT_UPDATE = 1e-3
-"""Weights that moved by less than this part of their norm read as they did at the start, to bfloat16's rounding
+"""Weights that moved by less than this part of their norm give the reads of the start, up to bfloat16's rounding
 (2^-9)."""
 WORSE_THAN_CONSTANT = 3.0
-"""Reads of the size of the values that have nothing to do with them double the loss of the mean, so an inner loss three
-times as large comes from reads that are too large. Those of a young memory behind a norm are, some hundred times: an
-explosion is where the ratio has doubled (`DOUBLED`) since the last report."""
+"""Reads that are as large as the values but unrelated to them have twice the loss of the mean, so an inner loss three
+times as large comes from reads that are too large. In a young memory whose reads pass a norm it is some hundred times
+as large, so it counts as an explosion only where the ratio has doubled (`DOUBLED`) since the last report."""
 DOUBLED = 2.0
 FAR_WORSE_THAN_CONSTANT = 1e4
-"""An explosion whatever was before: ten times what memories of young models have, whose values are nearly 0."""
+"""Above this ratio it is an explosion whatever the last report was: ten times the ratio of memories of young models,
+whose values are nearly 0."""
 GROWTH = 100.0
-"""Weights whose norm is this many times that of random ones of fan-in scale have left any that training knew."""
+"""Weights whose norm is this many times that of random ones of fan-in scale are far outside the range of training."""
 EXPLAINS = 0.1
-"""From this explained share on a memory knows its values well enough that a model which listened would gain."""
+"""From this explained share on, a memory knows its values well enough that a model which used its reads would gain."""
 IGNORED_GAIN = 0.001
-"""Bits per byte: less is lost in the noise of a few validation batches."""
+"""Bits per byte; a smaller gain is lost in the noise of a few validation batches."""
 
 
 Diagnostics = dict[str, np.ndarray]
 
 
 def warnings(diagnostics: Diagnostics, model: ModelConfig, before: Diagnostics | None = None) -> list[str]:
-    """One sentence per memory that is sick, with the number that shows it; the constants above say where and why.
+    """One sentence per memory and symptom, with the number that shows it; the constants above give limits and reasons.
 
-    before: the report before this one, if there is one.
+    before: the previous report, if there is one.
 
     Dead: a token keeps less than `KEPT_PER_TOKEN` of the memory, or the step size is below `STEP_SHARE` of its bound.
     Inert: writes change nothing, as the weights move by less than `INERT_UPDATE` of their norm, or explain nothing, as
     the explained share is within `INERT_SHARE` of 0. Saturated: the step size is at its bound or momentum at 1, so the
     gate no longer chooses. Exploding: the inner loss is more than `WORSE_THAN_CONSTANT` times that of the best constant
-    read and has doubled since the report before, or is `FAR_WORSE_THAN_CONSTANT`; or the norm of weights that have a
-    learned start is more than `GROWTH` times that of random ones. Broken: inner loss or norm are not finite.
+    read and has doubled since the previous report, or is more than `FAR_WORSE_THAN_CONSTANT` times that; or the norm of
+    weights that have a learned start is more than `GROWTH` times that of random ones. Broken: inner loss or norm are
+    not finite.
     """
     found = []
     bound = bound_of_steps(model) or float("nan")  # nothing compares with NaN
@@ -99,7 +102,7 @@ MEANS = {
     "update_norm": "norm of the update",
     "weight_norm": "norm of the weights",
 }
-"""The diagnostics whose means over the layers are told, in words."""
+"""The diagnostics whose means over the layers are printed, and their names in words."""
 
 
 def harmful(gain: float) -> list[str]:
@@ -110,7 +113,7 @@ def harmful(gain: float) -> list[str]:
 
 
 def ignored(explained_share: np.ndarray | None, gain: float) -> list[str]:
-    """A sentence if some memory knows its values (`EXPLAINS`) and the model is no better for it (`IGNORED_GAIN`)."""
+    """A sentence if some memory knows its values (`EXPLAINS`) but the model gains nothing by it (`IGNORED_GAIN`)."""
     knows = [] if explained_share is None else np.flatnonzero(explained_share > EXPLAINS)
     if len(knows) == 0 or not abs(gain) < IGNORED_GAIN:
         return []
@@ -176,7 +179,7 @@ def _draw_layers(panel: Any, steps: tuple[int, ...], values: tuple[np.ndarray, .
 
 
 def _fit_axis(panel: Any, name: str, values: np.ndarray) -> None:
-    """Leave room for what counts: a young memory's loss is a hundred times that of a grown one."""
+    """Keep the later points readable: a young memory's loss is a hundred times that of a trained one."""
     low, high = np.nanmin(values, initial=np.inf), np.nanmax(values, initial=-np.inf)
     if name == "explained_share" and low < -1 < high:
         panel.set_ylim(-1.05, 1.05)

@@ -1,4 +1,4 @@
-"""`titans train CONFIG --dry-run`: what a run would be, before it is one; writes nothing."""
+"""`titans train CONFIG --dry-run`: the size and the time of a run before it is started; writes nothing."""
 
 import contextlib
 import time
@@ -15,14 +15,14 @@ from titans_jax.training.run import init_model
 from titans_jax.training.step import first_state, step_of
 
 STEPS = 2
-"""Steps that are timed, behind the one that waits for the compiler."""
+"""Steps that are timed, after a first one that is not."""
 
 
 def dry_run(config: Config) -> None:
     """Print the resolved fields that are not defaults, parameters, text, memory of a step, and the time it would take.
 
-    The time is that of a few steps taken on the devices of this machine, without evaluations and checkpoints; several
-    processes take none.
+    The time is that of a few steps taken on the devices of this machine, without evaluations and checkpoints; with
+    several processes nothing is timed.
 
     Raises:
       ConfigError, DataError: as training would; the run's folder is not looked at.

@@ -1,13 +1,14 @@
 """A trained model as a folder that others read: weights in safetensors, everything else in JSON and Markdown.
 
     model.safetensors    parameters by name; in its header the format, this library's version and the step
-    tensors.csv          every tensor: name, shape, dtype, what it is and what its axes are
+    tensors.csv          every tensor: name, shape, dtype, description and axes
     config.json          the configuration, as `titans configs` prints one
     tokenizer.*          the tokenizer's file, unless tokens are bytes
-    README.md            the model card: what it is, what it learned from, how well
+    README.md            the model card: the model, its data, its metrics
 
-`load_export` is the exact inverse, and `load_run` takes such a folder for a run. Nothing is pickled. `export_orbax`
-makes a run folder without optimizer state instead. Both are written beside their place and put there whole.
+`load_export` is the exact inverse, and `load_run` reads such a folder like a run folder. Nothing is pickled.
+`export_orbax` makes a run folder without optimizer state instead. Both are written into a temporary folder, which is
+renamed when it is complete.
 """
 
 import contextlib
@@ -62,11 +63,12 @@ class ExportOptions:
     output: Path = Path("exported")
     """A new folder."""
     format: Literal["safetensors", "orbax"] = "safetensors"
-    """safetensors: weights, a table of tensors, config.json, tokenizer, model card. orbax: a run without optimizer."""
+    """safetensors: weights, a table of tensors, config.json, tokenizer, model card. orbax: a run folder without
+    optimizer state."""
 
 
 def main(options: ExportOptions, run: "Run") -> None:
-    """The command: write the folder and say where it is."""
+    """The command: write the folder and print where it is."""
     {"safetensors": export_safetensors, "orbax": export_orbax}[options.format](run, options.output)
     print(f"the model of step {run.step:,} is in {options.output}")
 
@@ -75,7 +77,7 @@ def export_safetensors(run: "Run", folder: Path) -> None:
     """Write a run's model into a new folder.
 
     Raises:
-      ConfigError: the folder is there and not empty.
+      ConfigError: the folder exists and is not empty.
     """
     with whole_folder(folder) as writing:
         arrays = {name: np.array(leaf, order="C") for name, leaf in named_leaves(run.params).items()}
@@ -123,7 +125,7 @@ def load_export(folder: Path) -> tuple[Config, dict[str, jax.Array], int]:
 
 
 def into_structure(abstract: Any, params: dict[str, jax.Array], folder: Path) -> Any:
-    """The parameters by name as the tree of a model, whose shapes and types they must have; raises CheckpointError."""
+    """Parameters by name, arranged as a model's tree; raises CheckpointError where a name, shape or dtype differs."""
     names = named_leaves(abstract)
     if missing := [name for name in names if name not in params]:
         raise CheckpointError(f"{folder / WEIGHTS} has no {missing[0]}, which config.json asks for; export it again")
@@ -140,7 +142,7 @@ def into_structure(abstract: Any, params: dict[str, jax.Array], folder: Path) ->
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that gets its name, `folder`, when all is written, and is removed when that fails."""
+    """A temporary folder to write into: it is renamed to `folder` when all is written, and removed when that fails."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output is {str(folder)!r}, which is there already; give a new folder")
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -31,10 +31,10 @@ STEPS_AHEAD = 10
 
 
 class History(NamedTuple):
-    """What a training was like.
+    """Measurements of a training.
 
     loss: mean cross entropy of every step's batch, nats, float32 [steps]. grad_norm: before clipping, float32 [steps].
-    tokens: read in all, padding included. seconds: without compilation and scores of a selection.
+    tokens: tokens read in all, padding included. seconds: time without compilation and the scores of a selection.
     """
 
     loss: np.ndarray
@@ -44,7 +44,7 @@ class History(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """No step had a loss or a gradient that was not finite; such a step is skipped."""
+        """Whether loss and gradient were finite at every step; a step at which they are not is skipped."""
         return bool(np.all(np.isfinite(self.loss)) and np.all(np.isfinite(self.grad_norm)))
 
 
@@ -52,8 +52,8 @@ class Selection(NamedTuple):
     """How the parameters of a training are chosen: the ones that score best on validation data (early stopping).
 
     score: (graphdef, params) -> a number, the larger the better; one that is not finite is the worst. every: steps
-    between two scores; one more ends the training. patience: scores in a row that are no better and end it, None
-    never. enough: a score that ends it at once.
+    between two scores; the last step is scored too. patience: training ends after this many scores in a row that are
+    no better than the best, None: never. enough: a score that ends training at once.
     """
 
     score: Callable[[nnx.GraphDef, Any], float]
@@ -63,7 +63,7 @@ class Selection(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A trained model: its structure, its parameters on every device, and how they came about."""
+    """A trained model: its structure, its parameters on every device, and the history of its training."""
 
     graphdef: nnx.GraphDef
     params: Any
@@ -83,12 +83,13 @@ def fit(
     """Train a model on the first `steps` batches, their rows shared out over all devices.
 
     Args:
-      batches: of one shape, as the model's head takes them (`titans_jax.models.loss`); segment_ids may be None. The
-        number of devices divides rows.
+      batches: as the model's head takes them (`titans_jax.models.loss`), all of one shape; segment_ids may be None.
+        The number of rows must be a multiple of the number of devices.
       seed: of the initial parameters.
       after_step: called after every step.
       selection: returns the best parameters instead of the last, and may end the training early.
-      start: parameters of a model trained before; those with a path and a shape of this model are where it starts.
+      start: parameters of a model trained before; those whose path and shape occur in this model replace its initial
+        ones.
 
     Models that differ in their seed only are compiled once, one after another.
 
@@ -119,7 +120,7 @@ def fit(
             begun += time.perf_counter() - paused
             score = score if math.isfinite(score) else -math.inf
             if best is None or score > best[0]:
-                # The next step takes the arrays of the state: what is kept is a copy.
+                # The next step donates the arrays of the state, so that a copy is kept.
                 best, waited = (score, jax.tree.map(jnp.copy, state["params"])), 0
             else:
                 waited += 1
@@ -134,7 +135,7 @@ def fit(
 
 
 def begun_with(params: Any, start: Any) -> Any:
-    """`params` with those of `start` in the place of what has the same path and shape."""
+    """`params`, each replaced by the parameter of `start` that has the same path and shape, if there is one."""
     known = dict(jax.tree_util.tree_leaves_with_path(start))
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
@@ -145,7 +146,7 @@ def begun_with(params: Any, start: Any) -> Any:
 
 
 class Program:
-    """The compiled start of one kind of model, and its training step for the batches it has been given."""
+    """The compiled initialization of a model, and its training step compiled for each shape of batches."""
 
     def __init__(self, model: ModelConfig, optimizer: OptimizerConfig, steps: int):
         self.graphdef, _ = abstract_model(model)
@@ -164,5 +165,6 @@ class Program:
 
 @functools.lru_cache(maxsize=2)
 def _program(model: ModelConfig, optimizer: OptimizerConfig, steps: int, registrations: int) -> Program:
-    """The last programs; what a name stands for may change with every registration from outside."""
+    """The program, of which the last two are kept. A registration may change what a name in the model means, so
+    `registrations` is part of the key."""
     return Program(model, optimizer, steps)

@@ -1,4 +1,4 @@
-"""The devices' peak, which a training step's floating point operations are compared with."""
+"""The peak performance of the devices, with which the floating point operations of a training step are compared."""
 
 import jax
 

@@ -6,8 +6,8 @@ import time
 class Goodput:
     """Seconds in training steps over seconds since the run was first started, kept with its checkpoints.
 
-    What lowers it: compiling, evaluating, writing, waiting for a machine, and steps after the last checkpoint before a
-    crash, which have to be repeated.
+    It is lowered by compiling, evaluating, writing, waiting for a machine, and by steps after the last checkpoint
+    before a crash, which have to be repeated.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Goodput:
         return self._seconds / max(time.time() - self._first_start, self._seconds, 1e-9)
 
     def get_state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The counts, to be saved in a checkpoint: {"first_start": seconds since 1970, "seconds": in steps}."""
         return {"first_start": self._first_start, "seconds": self._seconds}
 
     def set_state(self, state: dict[str, float]) -> None:

@@ -1,9 +1,9 @@
-"""One training at a time in a run folder: a file there says who trains, and who comes second is refused.
+"""One training at a time in a run folder: a file there names the process that trains, and a second one is refused.
 
-The file, `lock.json`, holds the host, the process, when it started, and a count that the holder raises every `BEAT`
-seconds. A holder that was killed leaves it behind: on its own host it is known at once to be gone; seen from another
-host (a folder on a shared disk or a mounted bucket) it is gone when the file does not change for `PATIENCE` seconds.
-No clocks are compared.
+The file, `lock.json`, holds the host, the process, its start time, and a count that the holder raises every `BEAT`
+seconds. A holder that was killed leaves the file behind. On the same host its process is then known to be gone; from
+another host (a folder on a shared disk or a mounted bucket) it is taken to be gone when the file does not change for
+`PATIENCE` seconds. Clocks of different hosts are not compared.
 """
 
 import functools
@@ -25,7 +25,7 @@ BEAT = 15.0
 PATIENCE = 100.0
 """Longer than a few beats, and than the 60 seconds for which a mounted bucket may show an old file."""
 SETTLE = 1.0
-"""Seconds after which one of two that take over the same lock sees that the other one was later."""
+"""Seconds to wait after taking over a lock: of two processes that do so, the earlier then sees the later one's file."""
 
 
 class RunInUse(TitansError, RuntimeError):
@@ -38,10 +38,10 @@ class RunLock:
     """Inside the `with` block this process is the only one to train in `run_dir`.
 
     Args:
-      say: told, in one sentence, why it waits.
+      say: called with one sentence if it has to wait, and why.
 
     Raises:
-      RunInUse: another process has it.
+      RunInUse: another process trains there.
     """
 
     def __init__(self, run_dir: Path, say: Callable[[str], None] = print):
@@ -64,7 +64,7 @@ class RunLock:
             text = self._read()
             holder = _parse(text)
             if text is None:
-                continue  # released between the two
+                continue  # released between the two calls
             if not self._is_abandoned(text, holder):
                 raise RunInUse(
                     f"{self._described(holder)}; wait until it ends or stop it, or use another training.run_dir"
@@ -114,7 +114,7 @@ class RunLock:
     def _is_abandoned(self, text: str, holder: dict[str, Any]) -> bool:
         if holder.get("host") == _host():
             started = _started(holder.get("process"))
-            # The clock that start times are told by may be set right in between, by less than a second.
+            # Start times shift by less than a second if the clock is corrected in between.
             return started is None or abs(started - holder.get("started", 0.0)) > 2
         self._say(f"{self._described(holder)}; waiting up to {PATIENCE:.0f} s to see whether it still does")
         give_up = time.monotonic() + PATIENCE
@@ -132,7 +132,7 @@ class RunLock:
 
 
 def _parse(text: str | None) -> dict[str, Any]:
-    """What a lock file says; nothing of one that is absent, or not written to its end."""
+    """The content of a lock file; {} if it is absent or was not written to its end."""
     try:
         found = json.loads(text or "")
     except ValueError:
@@ -146,7 +146,7 @@ def _is_same(holder: dict[str, Any], own: dict[str, Any]) -> bool:
 
 @functools.cache
 def _host() -> str:
-    """Where a process number means something: this host, and in it this container."""
+    """The scope in which process numbers are unique: this host, and in it this container."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()}/{os.readlink(space) if space.is_symlink() else ''}"
 

@@ -118,7 +118,9 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
 
 
 def check_run(config: Config) -> data.Tokenizer:
-    """Refuse a configuration that cannot be trained, but for its text, its devices and its folder; its tokenizer.
+    """Refuse a configuration that cannot be trained, and return its tokenizer.
+
+    Its text, its devices and its folder are not checked here.
 
     Raises:
       ConfigError, DataError: one sentence with the field, its value and what would work.
@@ -136,7 +138,7 @@ def check_run(config: Config) -> data.Tokenizer:
 
 @dataclass(frozen=True)
 class Text:
-    """What a run learns from, and is evaluated on."""
+    """The text that a run is trained and evaluated on."""
 
     tokenizer: data.Tokenizer
     train: data.TrainBatches
@@ -147,7 +149,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Session:
-    """One start of a run: where it writes, the devices it uses, and what outlives its steps."""
+    """One start of a run: its folder, its devices, and the objects that it keeps from start to end."""
 
     run_dir: Path
     console: Console
@@ -157,7 +159,7 @@ class Session:
     stop: StopRequest
     goodput: Goodput
     identity: dict[str, Any]
-    """What `data.identify` says of its text."""
+    """The result of `data.identify` for its text."""
     lock: RunLock | None
     """None for all processes but the first."""
 
@@ -190,7 +192,7 @@ class Trainer:
         self.step = self._resume()
 
     def run(self) -> None:
-        """Train to the last step, or until told to stop."""
+        """Train to the last step, or until a stop is requested."""
         training = self.config.training
         with (
             MetricsWriter(self.run_dir, self.step, training.logger) as writer,
@@ -226,7 +228,7 @@ class Trainer:
 
     @property
     def _weights(self) -> Any:
-        """What is evaluated: the average of the parameters where one is kept."""
+        """The parameters to evaluate: their moving average where one is kept."""
         return self.state.get("ema", self.state["params"])
 
     def _due(self, every: int) -> bool:
@@ -301,7 +303,7 @@ class Trainer:
         self.report.pause()
 
     def _evaluate_with(self, step: EvaluationStep, rows: list[Batch] | None = None) -> Evaluation | None:
-        """The loss of batches (None: of the validation text) by a compiled step; None if told to stop on the way."""
+        """The loss of batches (None: the validation text) by a compiled step; None if a stop is requested meanwhile."""
         batches = map(self._to_devices, self.validation if rows is None else rows)
         return evaluate(step, self._weights, batches, self.tokenizer, self._stopping)
 
@@ -316,7 +318,7 @@ class Trainer:
             (self.run_dir / "sample.txt").write_text(head + text + "\n", encoding="utf-8")
 
     def _evaluate_tasks(self) -> None:
-        """Measure what else is to be measured, into evaluations.jsonl; what cannot be is said, and ends nothing."""
+        """Measure `training.evaluate_tasks` into evaluations.jsonl; a task that fails gives a warning only."""
         training = self.config.training
         run = Run(self.config, self.tokenizer, self.graphdef, self._weights, self.step, self.run_dir)
         options = EvaluationOptions(
@@ -380,7 +382,7 @@ class Trainer:
                 self.report.say(f"changed since then: {change}")
 
     def _say_memory(self, batch: Batch) -> None:
-        """Say what the compiled step takes of a device; the step itself finds the program that is compiled here."""
+        """Print the device memory that the compiled step takes; the first step reuses the program compiled here."""
         memory = self.train_step.lower(self.state, batch).compile().memory_analysis()
         held, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
         temporary = memory.temp_size_in_bytes + new
@@ -403,7 +405,7 @@ def hold(run_dir: Path, say: Callable[[str], None]) -> Iterator[RunLock | None]:
 
 
 def check_folder(config: Config, run_dir: Path) -> Saved | None:
-    """What is beside the arrays of the checkpoint that a run goes on from; None where it begins.
+    """The `Saved` part of the checkpoint that a run continues from; None for a new run.
 
     Raises:
       ConfigError: the folder is a file, or its run cannot go on with this configuration.

@@ -1,4 +1,4 @@
-"""The mesh of a configuration, over the machine's devices or described ones, checked before anything is compiled."""
+"""The mesh of a configuration, over this machine's devices or given ones, checked before anything is compiled."""
 
 import contextlib
 import math
@@ -49,7 +49,7 @@ def _divides(axis: str, shards: int, name: str, value: int) -> None:
 
 @contextlib.contextmanager
 def use_mesh(config: Config) -> Iterator[jax.sharding.Mesh | None]:
-    """The mesh over all devices, set; None, and nothing set, on a single device.
+    """Inside the `with` block the mesh over all devices is set; on a single device none is set, and it is None.
 
     Raises:
       ConfigError: see `mesh_of`.
@@ -68,7 +68,7 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def to_devices(config: DataConfig, mesh: jax.sharding.Mesh | None, batch: Batch) -> Batch:
-    """A batch of which this process has its own rows, shared out over the mesh; as it is on a single device."""
+    """This process's rows as a batch sharded over the mesh; without a mesh, the batch unchanged."""
     if mesh is None:
         return batch
     place, shape = batch_sharding(mesh), (config.batch_size, config.sequence_length)

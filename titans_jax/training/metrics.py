@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics.jsonl, scalars for TensorBoard or wandb, and the picture loss.png."""
+"""The metrics of a run: metrics.jsonl, scalars for TensorBoard or wandb, and the picture loss.png."""
 
 import json
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb, whose id is kept in `run_dir`/wandb_id: a run that goes on goes on there too.
+    """A run of wandb, whose id is kept in `run_dir`/wandb_id: a run that is resumed continues the same wandb run.
 
     Raises:
       ConfigError: the package is not installed.
@@ -97,7 +97,7 @@ class WeightsAndBiases:
 
 
 class NoLogger:
-    """metrics.jsonl is all there is."""
+    """No logger: the run writes metrics.jsonl only."""
 
     def __init__(self, run_dir: Path, after: int):
         pass
@@ -110,7 +110,7 @@ class NoLogger:
 
 
 LOGGERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "none": NoLogger}
-"""By `training.logger`."""
+"""The logger by `training.logger`."""
 
 
 def import_wandb() -> Any:
@@ -125,7 +125,7 @@ def import_wandb() -> Any:
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; what is none, as one that was cut off by a crash, is left out."""
+    """The lines of a run's metrics.jsonl, without any that cannot be read, such as one cut off by a crash."""
     path = run_dir / "metrics.jsonl"
     for text in path.read_bytes().splitlines() if path.exists() else []:
         try:

@@ -1,4 +1,4 @@
-"""AdamW as the papers train: warm-up and cosine, gradients clipped by global norm, decay on matrices only; or Muon."""
+"""AdamW as in the papers: warm-up and cosine, gradients clipped by global norm, decay on matrices only; or Muon."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ import optax.contrib
 from titans_jax.config import OptimizerConfig
 
 DECAYING = 0.2
-"""Share of the steps behind the warm-up in which a trapezoid comes down (arXiv 2405.18392)."""
+"""Share of the steps after the warm-up in which the "trapezoid" schedule decays (arXiv 2405.18392)."""
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of `steps` steps: the recipe of Gated DeltaNet (arXiv 2412.06464), as in Titans 5.1.
 
-    Muon (Jordan et al. 2024) takes the matrices that weight decay is for, except the head, and gives their updates the
-    size of AdamW's (arXiv 2502.16982), so that learning rates mean the same; both look ahead as Nesterov does. With
-    `train_only` only what it names is clipped, decayed and moved.
+    Muon (Jordan et al. 2024) takes the matrices that have weight decay, except the head, and gives their updates the
+    size of AdamW's (arXiv 2502.16982), so that learning rates mean the same; with Muon, both parts use Nesterov
+    momentum. With `train_only` only the parameters that it names are clipped, decayed and updated.
     """
     schedule = learning_rate_schedule(config, steps)
     if config.name == "muon":
@@ -51,12 +51,12 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def trains(train_only: tuple[str, ...], path: tuple[Any, ...]) -> bool:
-    """Whether the parameter at this tree path is trained: its path has one of these names, or none is named."""
+    """Whether the parameter at this tree path is trained: its path has one of these names, or there are no names."""
     return not train_only or any(str(entry.key) in train_only for entry in path)
 
 
 def groups(config: OptimizerConfig, params: Any) -> dict[str, int]:
-    """How many parameters each rule of the optimizer takes, by its label: with and without weight decay, or none."""
+    """How many parameters each rule of the optimizer updates, with and without weight decay, and how many none does."""
     counts: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not trains(config.train_only, path):
@@ -69,13 +69,13 @@ def groups(config: OptimizerConfig, params: Any) -> dict[str, int]:
 
 
 def takes_muon(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-    """Whether Muon takes the parameter at this tree path where it is chosen: a matrix, or several of a stack."""
+    """Whether Muon, where it is chosen, updates the parameter at this tree path: a matrix, or a stack of matrices."""
     return decays(path) and path[0].key != "head" and leaf.ndim in (2, 3)
 
 
 def muon_dimensions(params: Any) -> Any:
-    """For every parameter its axes as Muon's matrix, None where AdamW takes it; a leading axis of layers is of several
-    matrices."""
+    """For every parameter, which of its axes Muon takes as those of a matrix, or None where AdamW updates it; with a
+    leading axis of layers, a parameter is a stack of matrices."""
 
     def of(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         if not takes_muon(path, leaf):

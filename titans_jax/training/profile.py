@@ -9,7 +9,7 @@ import jax
 class Profile:
     """Traces the steps of a range into a folder; call `step` before each of them.
 
-    Only the first of several processes traces, its own devices. Every step carries its number in the trace.
+    Of several processes only the first traces, and only its own devices. Every step carries its number in the trace.
     """
 
     def __init__(self, steps: range, folder: Path):
@@ -20,7 +20,7 @@ class Profile:
         """The annotation to run step `number` in.
 
         Args:
-          state: what the step before it computes, waited for where tracing starts or stops.
+          state: the result of the step before, waited for where tracing starts or stops.
         """
         if self._tracing != (number in self._steps):
             jax.block_until_ready(state)  # a step belongs to the trace as a whole or not at all
@@ -28,7 +28,7 @@ class Profile:
         return jax.profiler.StepTraceAnnotation("train", step_num=number)
 
     def finish(self, state: Any) -> None:
-        """End a trace that the run's last step belongs to."""
+        """End the trace, if the run's last step is in it."""
         if self._tracing:
             jax.block_until_ready(state)
             self._stop()

@@ -1,4 +1,4 @@
-"""What a run tells the person at its terminal: a progress bar there, plain lines in a file or pipe."""
+"""The output of a run for people: a progress bar on a terminal, plain lines in a file or pipe."""
 
 import math
 import time
@@ -28,7 +28,7 @@ class TrainingStopped(TitansError, RuntimeError):
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a report knows about its run."""
+    """The facts about a run that its report needs."""
 
     steps: int
     """The last step."""
@@ -43,7 +43,7 @@ class RunDescription:
     flops_per_token: float
     """Operations that training on one token costs."""
     peak_flops: float | None
-    """Operations a second that the devices could do; None where unknown."""
+    """Operations per second of all devices at their peak; None where unknown."""
 
 
 class Report:
@@ -53,7 +53,7 @@ class Report:
 
     Args:
       console, writer: where lines for people and metrics go.
-      goodput: told how long every step took.
+      goodput: gets the time of every step.
     """
 
     def __init__(self, console: Console, writer: MetricsWriter, goodput: Goodput, run: RunDescription):
@@ -75,8 +75,8 @@ class Report:
         self._task = self._bar.add_task("", total=run.steps, completed=run.start, text="compiling")
 
     def step(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Take the metrics of a step that was just started: {"loss", "grad_norm", "tokens"}, scalars, and
-        "z_loss" where there is one.
+        """Take the metrics of the step that was just started: the scalars "loss", "grad_norm" and "tokens", and
+        "z_loss" where it is used.
 
         Raises:
           TrainingStopped: the loss or the gradient norm of the step before it was not finite.
@@ -133,7 +133,7 @@ class Report:
         self._writer.write(kind, step, values)
 
     def remember(self, name: str, value: str) -> None:
-        """Show a number that is measured now and then with every step until it is measured again."""
+        """Show a number that is measured only now and then with every step, until its next measurement."""
         self._remembered[name] = value
 
     def pause(self) -> None:
@@ -141,7 +141,7 @@ class Report:
         self._mark = None
 
     def say(self, text: str) -> None:
-        """Print one line for the person, above the bar."""
+        """Print one line, above the progress bar."""
         say(self._console, text)
 
     def __enter__(self) -> "Report":

@@ -1,4 +1,4 @@
-"""Going on with a run: which fields may change, and what is said of those that did."""
+"""Resuming a run: which fields may change, and the lines printed about those that did."""
 
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from titans_jax.config import Config, ConfigError, leaves
 
 TOKENIZERS = ("tokenizer.model", "tokenizer.json")
-"""The copy of its tokenizer that a run folder holds: a SentencePiece model, or Hugging Face's file."""
+"""Names of a run folder's copy of its tokenizer: a SentencePiece model, or Hugging Face's file."""
 
 
 def own_tokenizer(run_dir: Path) -> Path | None:
@@ -15,7 +15,7 @@ def own_tokenizer(run_dir: Path) -> Path | None:
 
 
 class Rule(NamedTuple):
-    """What holds for a field, or for all fields of a section, when a run goes on."""
+    """Whether a field, or the fields of a section, may change when a run is resumed."""
 
     fields: tuple[str, ...]
     """Names of fields, or beginnings of them that end with a dot."""
@@ -43,7 +43,7 @@ RULES = (
     Rule(("optimizer.", "training.", "extensions"), "said", "from the next step on"),
     Rule(("mesh.", "processes.", "profile."), "silent", "batches do not depend on them"),
 )
-"""The first rule that names a field, or its section, holds."""
+"""The first rule that names a field or its section applies."""
 
 WORDS = {"refused": "must stay", "said": "may change, and is said", "silent": "may change"}
 
@@ -80,7 +80,7 @@ def check_same_run(saved: Config, config: Config, run_dir: Path) -> None:
 
 
 def changes(saved: Config, config: Config) -> list[str]:
-    """What a person is told of the fields that have changed: "optimizer.learning_rate is 0.001, was 0.003"."""
+    """Lines about the fields that have changed, to be printed: "optimizer.learning_rate is 0.001, was 0.003"."""
     return [
         f"{name} is {now}, was {before}"
         for name, before, now in _differences(saved, config)
@@ -89,8 +89,8 @@ def changes(saved: Config, config: Config) -> list[str]:
 
 
 def differing(start: Config, config: Config) -> list[str]:
-    """What a person is told of a run that begins with another one's weights: the fields of text, optimizer and model
-    that are not that run's, as `changes` has them."""
+    """Lines, in the form of `changes`, for a run that begins with another run's weights: the fields of text, optimizer
+    and model that differ from that run's."""
     sections = ("model.", "data.", "optimizer.", "training.z_loss", "training.gradient_accumulation")
     return [
         f"{name} is {now}, was {before}"

@@ -1,8 +1,8 @@
 """A trained model, brought back from its run folder.
 
 A run folder holds `checkpoints/` (each with the configuration it was trained with), `config.json` (the same, for
-people), `tokenizer.model` or `tokenizer.json` of a run with one, `metrics.jsonl`, `tensorboard/`, `loss.png`,
-`memory.png` of a model with memory, and `sample.txt`. While a process trains there, `lock.json` says which.
+people), `tokenizer.model` or `tokenizer.json` unless tokens are bytes, `metrics.jsonl`, `tensorboard/`, `loss.png`,
+`memory.png` of a model with memory, and `sample.txt`. While a process trains there, `lock.json` names it.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ class Run:
     params: dict[str, Any]
     step: int
     folder: Path
-    """Where it came from, and where what is measured of it may be kept."""
+    """The folder that the model came from, where measurements of it may be kept too."""
     tokenizer_name: str = "byte"
-    """"byte", or where the tokenizer's file is."""
+    """"byte", or the path of the tokenizer's file."""
 
     @property
     def model(self) -> LanguageModel:
@@ -57,10 +57,10 @@ class Run:
 
 
 def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
-    """The latest model of a run folder that can be read; `say` is told about checkpoints that cannot.
+    """The model of the latest readable checkpoint of a run folder; `say` is called about checkpoints that are not.
 
-    A folder that `titans export` wrote is as good. The extensions of the run's configuration are imported first, so
-    that its own parts are found.
+    A folder that `titans export` wrote can be given too. The extensions of the run's configuration are imported first,
+    so that the parts they register are found.
 
     Raises:
       CheckpointError: the folder holds no checkpoint, or none that can be read.
@@ -83,7 +83,7 @@ def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
         import_extensions(config.extensions)
         graphdef, params = abstract_model(config.model)
         place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        if jax.process_count() > 1:  # each has a part of the devices, and all of the model
+        if jax.process_count() > 1:  # every device gets the whole model, in all processes
             place = NamedSharding(sharding.make_mesh(), PartitionSpec())
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params)
         weights = "params" if config.optimizer.ema is None else "ema"
@@ -97,7 +97,7 @@ def _make_run(config: Config, graphdef: nnx.GraphDef, params: Any, step: int, ru
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The configuration as a checkpoint keeps it: a run is used from other folders than it was started in."""
+    """The configuration with absolute paths, as a checkpoint keeps it: a run may be used from another folder."""
     values = {name: getattr(config.data, name) for name in ("path", "validation_path", "tokenizer")}
     paths = {
         name: os.path.abspath(os.path.expanduser(value))
@@ -115,13 +115,13 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def copy_tokenizer(config: Config, run_dir: Path) -> None:
-    """Keep the tokenizer's file in the run folder, so that a folder that was moved has all that its model needs."""
+    """Copy the tokenizer's files to the run folder, so that a folder that is moved has all that its model needs."""
     if jax.process_index() == 0 and own_tokenizer(run_dir) is None:
         copy_files(config.data.tokenizer, run_dir)
 
 
 def copy_files(tokenizer: str, folder: Path) -> None:
-    """Copy a tokenizer's files to where `own_tokenizer` finds them, the one it looks for last."""
+    """Copy a tokenizer's files to a folder, the one that `own_tokenizer` looks for last, when all others are there."""
     for file in reversed(data.tokenizer_files(tokenizer)):
         first = file == data.tokenizer_files(tokenizer)[0]
         own = (
@@ -152,7 +152,7 @@ def make_init(config: ModelConfig) -> Callable[[jax.Array], dict[str, Any]]:
 
 
 class InitialWeights(NamedTuple):
-    """What a run begins with: parameters, and in words whose they are and which fields are not that run's."""
+    """The parameters that a run begins with, and lines that say which run they are from and which fields differ."""
 
     params: dict[str, Any]
     said: list[str]
@@ -162,7 +162,7 @@ def initial_weights(config: Config) -> InitialWeights:
     """The parameters of the run that `training.init_from` names, as the tree of this configuration's model.
 
     Raises:
-      ConfigError: the tokenizer or the shape of a parameter is another.
+      ConfigError: the tokenizer or the shape of a parameter differs.
       CheckpointError: as `load_run`.
     """
     source = Path(config.training.init_from).expanduser()
@@ -193,13 +193,13 @@ def initial_weights(config: Config) -> InitialWeights:
 
 
 def _may_begin_anew(model: ModelConfig) -> tuple[str, ...]:
-    """How the names of the parameters begin that a run to begin with may lack (`Block.added`)."""
+    """Prefixes of the names of parameters that the run of `training.init_from` may lack (`Block.added`)."""
     every = enumerate(blocks_of(model))
     return tuple(f"cycles.blocks.{number}.{part}" for number, block in every for part in block.added)
 
 
 def _parts(names: list[str]) -> str:
-    """The modules that parameters are of, those of blocks: "cycles.blocks.0.memory, cycles.blocks.0.share"."""
+    """The modules of blocks that parameters belong to: "cycles.blocks.0.memory, cycles.blocks.0.share"."""
     return ", ".join(dict.fromkeys(".".join(name.split(".")[:4]) for name in names))
 
 
@@ -208,7 +208,7 @@ def _size(shape: tuple[int, ...] | None) -> str:
 
 
 def check_vocabulary(config: Config, tokenizer: data.Tokenizer) -> None:
-    """Refuse a model that does not predict tokens, or has fewer of them than its tokenizer.
+    """Refuse a model that does not predict tokens, or whose vocabulary is smaller than its tokenizer's.
 
     Raises:
       ConfigError: names the head, or both sizes.
@@ -242,8 +242,8 @@ def check_train_only(config: Config) -> None:
 
 
 def with_parameters(config: ModelConfig, count: int, multiple: int = HIDDEN_MULTIPLE) -> ModelConfig:
-    """The model with the width of its feed-forward, a multiple of `multiple`, that brings it nearest to so many
-    parameters; a model without one as it is."""
+    """The model with its feed-forward width, a multiple of `multiple`, chosen so that it has nearly `count` parameters;
+    a model without a feed-forward is returned unchanged."""
     narrow, wide = (count_params(dataclasses.replace(config, hidden_dim=width)) for width in (multiple, 2 * multiple))
     if wide == narrow:
         return config

@@ -36,12 +36,12 @@ class RunsOptions:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Folders with a metrics.jsonl and a config.json below a folder, itself among them, by name."""
+    """Folders with a metrics.jsonl and a config.json, sorted: `folder` itself, if it has them, and those below it."""
     return sorted(file.parent for file in folder.rglob("metrics.jsonl") if (file.parent / "config.json").is_file())
 
 
 def compare_runs(folder: Path) -> list[dict[str, Any]]:
-    """A row for every run below `folder`: its last numbers, and the fields in which not all runs are alike.
+    """A row for every run below `folder`: its last numbers, and its values of the fields in which the runs differ.
 
     Prints the table, and writes runs.csv and runs.png into the folder.
 

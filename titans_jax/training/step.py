@@ -26,8 +26,8 @@ State = dict[str, Any]
 def first_state(
     config: Config, optimizer: optax.GradientTransformation, params: Any, mesh: jax.sharding.Mesh | None
 ) -> State:
-    """The state before the first step. On a mesh (None: a single device) what has no place there yet, such as a
-    counter, is copied to every device."""
+    """The state before the first step. On a mesh (None: a single device), arrays that are not yet spread over it, such
+    as a counter, are copied to every device."""
 
     def on_mesh(array: jax.Array) -> jax.Array:
         if mesh is None or len(array.sharding.device_set) == mesh.size:
@@ -43,7 +43,7 @@ def first_state(
 def step_of(
     config: Config, graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, state: State | None = None
 ) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """`make_train_step` as a configuration says."""
+    """`make_train_step` with the arguments of a configuration."""
     training, how = config.training, config.optimizer
     return make_train_step(
         graphdef, optimizer, training.gradient_accumulation, how.ema, training.z_loss, state, how.train_only
@@ -63,17 +63,19 @@ def make_train_step(
 
     The loss is the mean cross entropy in nats over predicted targets. The batch is cut into `accumulation`
     microbatches whose losses are summed and divided once, so padding weighs the same however the batch is cut. A
-    step whose loss or gradient norm is not finite changes nothing. `ema`: the decay of the average, where the state has
-    one. `z_loss`: weight of the mean squared log partition function over predicted targets, which is trained on beside
-    the loss and is the metric "z_loss", weight included, where it is not 0; for heads that have `losses`. `state`: the
-    first one, or its shapes, where a mesh is set: later ones are spread as it is. The step's own is donated.
-    `train_only`: as in `make_optimizer`; no gradients of other parameters are taken, nor counted in "grad_norm".
+    step whose loss or gradient norm is not finite changes nothing. The state given to the step is donated.
+
+    `ema`: the decay of the average, where the state has one. `z_loss`: weight of the mean squared log partition
+    function over predicted targets, for heads that have `losses`; where it is not 0, this is added to the training loss
+    and reported, weight included, as the metric "z_loss". `state`: the first state, or its shapes, needed where a mesh
+    is set: later states are sharded like it. `train_only`: as in `make_optimizer`; no gradients of other parameters are
+    computed, nor counted in "grad_norm".
     """
     fixed = {
         "graphdef": graphdef, "optimizer": optimizer, "accumulation": accumulation, "ema": ema, "z_loss": z_loss,
         "train_only": train_only,
     }  # fmt: skip
-    # Left to itself the compiler spreads some leaves otherwise, and the second step would be compiled again for them.
+    # Without this, the compiler shards some leaves differently, and the second step would be compiled again for them.
     places = None if jax.sharding.get_abstract_mesh().empty else (jax.tree.map(lambda x: x.sharding, state), None)
     return jax.jit(functools.partial(_train_step, **fixed), donate_argnums=0, out_shardings=places)
 
@@ -81,7 +83,7 @@ def make_train_step(
 def _losses(
     params: Any, batch: Batch, *, graphdef: nnx.GraphDef, z_loss: float, train_only: tuple[str, ...]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What is trained on, and its parts as metrics, with how many targets there are: sums over them."""
+    """The training loss, summed over targets, and as metrics the sums of its parts and the number of targets."""
     if train_only:
         kept = lambda path, x: x if trains(train_only, path) else jax.lax.stop_gradient(x)  # noqa: E731
         params = jax.tree_util.tree_map_with_path(kept, params)
@@ -112,7 +114,7 @@ def _train_step(
             grads, sums = grad_fn(params, batch)
             return jax.tree.map(jnp.add, carry, (sums, grads)), None
 
-        # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own when the batch is sharded.
+        # Interleaved rows (row i goes to microbatch i mod n): each device keeps its own rows of a sharded batch.
         batch = jax.tree.map(lambda x: x.reshape(-1, accumulation, *x.shape[1:]).swapaxes(0, 1), batch)
         # The losses and their count are of the parameters' dtype; to ask for it would trace the model once more.
         zero = jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))

@@ -13,8 +13,8 @@ from titans_jax.sharding import processes
 class StopRequest:
     """Inside the `with` block the first SIGTERM or SIGINT asks to stop; a second one ends the process at once.
 
-    A signal to one of several processes stops them all. jax has a service for that, but Orbax' threads ask it too, with
-    numbers of older steps, after which it may stop processes at different steps; here the processes vote instead.
+    A signal to one of several processes stops them all. jax has a service for that, but Orbax' threads call it too,
+    with numbers of older steps, after which it may stop processes at different steps; here the processes vote instead.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class StopRequest:
     def requested(self) -> bool:
         """Whether to stop now; the n-th call gives every process the same answer, so all must call it equally often.
 
-        With several processes the answer is that of the call before, which the devices have by now: nothing waits.
+        With several processes the answer is that of the call before, which the devices have computed by now, so that
+        nothing waits for it.
         """
         if jax.process_count() == 1:
             return self._signalled
