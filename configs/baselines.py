@@ -13,9 +13,9 @@
 Backbone, data and training are those of the papers' own models (configs/titans.py, configs/miras.py), so that only the
 memory differs; every model of a size has as many parameters. TTT forgets towards its learned start, as all memories
 with one do here by default: `--model.memory.forget preset` is the published rule, which keeps everything. Mamba (the
-first) is not here: its state decays by a number of every channel and each of the channel's 16 places, which is no
-retention gate of a matrix. Samba, which is made of it, has Mamba-2 in its place. Every model is here in every size,
-also where the papers have no result of it: theirs for HGRN2 is at 400M alone, those for Samba are at 400M and above.
+first version) is not here: its state decays at its own rate in each of a channel's 16 entries, which no retention gate
+of a matrix can express. Samba, which is built from Mamba, has Mamba-2 in its place. Every model is here in every size,
+also where the papers have no result for it: they have HGRN2 at 400M only, and Samba at 400M and above.
 """
 
 from titans_jax.config.papers import baseline

@@ -6,8 +6,8 @@
     760m      24   1536  16 of 96      30B   57,220  v5e-16     1
     1b        18   2048  8 of 256     100B  190,735  v5e-32     1
 
-Sizes, learning rates and data are those of Titans (configs/titans.py), as its own are not known to us. In place of a
-feed-forward layer is a continuum memory of three levels, which change after 16, 64 and 256 tokens.
+Sizes, learning rates and data are those of Titans (configs/titans.py), as the paper's own are not known to us. In place
+of a feed-forward layer there is a continuum memory of three levels, whose weights change after 16, 64 and 256 tokens.
 """
 
 from titans_jax.config.papers import hope

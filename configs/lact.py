@@ -7,8 +7,8 @@
     340m      24   1024  16 of 64      15B   28,610  v5e-8      1
     760m      24   1536  16 of 96      30B   57,220  v5e-16     1
 
-Sizes and training are those of Titans (configs/titans.py), so that it can be compared; chunk and window are the paper's
-2,048, the base of the rotary embedding its million. Rows are of 8,192 tokens, four chunks; the paper's are of 32,768.
+Sizes and training are those of Titans (configs/titans.py), for comparison; chunk and window are the paper's 2,048, the
+base of the rotary embedding its 1,000,000. Rows are of 8,192 tokens, four chunks; the paper's are of 32,768.
 Its 760M has 4 memories a layer of width 384 without expansion, beside 24 heads of attention; here the two have the same
 heads, and expansion 4 gives as many fast weights, 0.75 dim^2 a layer. The rest is in memory/later_models.md, Steps
 of whole chunks.

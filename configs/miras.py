@@ -9,13 +9,13 @@
     760m      24   1536  16 of 96      30B   57,220  v5e-16     1
     1b        18   2048  8 of 256     100B  190,735  v5e-32     1
 
-Sized by arithmetic for chips of 16 GB: the GiB behind each are its parameters, gradients and optimizer state, 16 bytes
-a parameter, sharded over the chips of the slice, each of which takes so many rows of 4,096 tokens at a time. A step is
-half a million tokens.
-Miras names 1.3B, here 1b, without giving its shape, and calls 760m 780M: the shapes are those of Titans, with as many
-parameters. It also names 120M in its text, where its table of shapes has 170M, and says nothing else of it: 120m is
-170m with the same shape, tokens and learning rate, but embedding and head are one matrix, and its feed-forward, 1,984
-wide inside SwiGLU where there is no attention, is near 8/3 of the width.
+Sized by arithmetic for chips of 16 GB. The GiB after each model are its parameters, gradients and optimizer state, 16
+bytes per parameter, sharded over the chips of the slice; the last column is how many rows of 4,096 tokens a chip takes
+at a time. A step is half a million tokens. Miras names 1.3B, here 1b, without its shape, and calls 760m 780M: the
+shapes here are those of Titans, with the same number of parameters. Miras' text also names 120M, where its table of
+shapes has 170M, and says nothing else of that size. So 120m has the shape, tokens and learning rate of 170m, but
+embedding and head are one matrix, and the feed-forward, 1,984 wide inside SwiGLU where there is no attention, is near
+8/3 of the width.
 """
 
 from titans_jax.config.papers import miras

@@ -5,9 +5,9 @@
     titans evaluate runs/quickstart positions
 
 615,580 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
-download), read as bytes. A model without attention, so all that it knows of a row is in its memories; rows are long
-enough for that to matter. Every evaluation says what the memories are worth, "memory gain": how much worse the text is
-predicted when they are read but never written.
+download), read as bytes. The model has no attention, so all that it knows of a row is in its memories; rows are long
+enough for that to matter. Every evaluation prints the "memory gain": how much worse the text is predicted when the
+memories are read but never written.
 """
 
 from titans_jax.config import (

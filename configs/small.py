@@ -10,11 +10,11 @@ from typing import Any
 from titans_jax.config import Config, DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainingConfig
 
 LEVELS = 16, 32, 64
-"""Windows of a continuum memory, all shorter than a row."""
+"""Tokens after which the levels of a continuum memory change, all fewer than in a row."""
 
 
 def small(preset: str, pattern: tuple[str, ...] = ("lmm",), **memory: Any) -> Config:
-    """Two blocks of width 256 with this memory rule, and other fields of the memory."""
+    """Two blocks of width 256 with this memory rule; `memory` sets other fields of `MemoryConfig`."""
     return Config(
         model=ModelConfig(
             pattern=pattern,
@@ -76,7 +76,7 @@ configs = {
     # Nested Learning (arXiv 2512.24695): Hope, and attention with a continuum memory
     "hope_small": small("hope", ("hope",), continuum_chunks=LEVELS),  # 2,439,452 parameters
     "hope_attention_small": small("hope", ("hope_attention",), continuum_chunks=LEVELS),  # 1,906,956 parameters
-    # Memory Caching (arXiv 2602.24281): Titans, read together with what it was at the ends of earlier segments
+    # Memory Caching (arXiv 2602.24281): Titans, read together with copies of it from the ends of earlier segments
     "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,480 parameters
     # Log-linear attention (arXiv 2506.04761): the two memories of its paper, in parts by how long ago they were written
     "log_linear_mamba2_small": small("mamba2", log_linear_levels=8),  # 1,929,056 parameters

@@ -10,12 +10,12 @@
     760m      24   1536  16 of 96      30B   57,220  v5e-16     1
     1b        18   2048  8 of 256     100B  190,735  v5e-32     1
 
-Sized by arithmetic for chips of 16 GB: the GiB behind each are its parameters, gradients and optimizer state, 16 bytes
-a parameter, sharded over the chips of the slice, each of which takes so many rows of 4,096 tokens at a time. A step is
-half a million tokens.
-The paper's 1.3B is called 1b. It gives no shape for 400M: that is 340M with a wider feed-forward. Nor does it give that
-width: here it is what brings every model of a size to the same number of parameters, within a percent of its name.
-Its own models have no 120M, which is a size of Miras (configs/miras.py): Transformer++ is a baseline there too.
+Sized by arithmetic for chips of 16 GB. The GiB after each model are its parameters, gradients and optimizer state, 16
+bytes per parameter, sharded over the chips of the slice; the last column is how many rows of 4,096 tokens a chip takes
+at a time. A step is half a million tokens. The paper's 1.3B is called 1b. The paper gives no shape for 400M; here it is
+340M's with a wider feed-forward. Nor does it give the feed-forward's width; here the width brings every model of a size
+to the same number of parameters, within a percent of its name. The paper's own models have no 120M, which is a size of
+Miras (configs/miras.py): Transformer++ is a baseline there too.
 """
 
 from titans_jax.config.papers import titans

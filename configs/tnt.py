@@ -7,8 +7,8 @@
     size  blocks  width  heads      tokens    steps  TPU slice  rows at a time on a chip
     150m      12    768  16 of 48      10B   19,073  v5e-8      1
 
-The second command is the paper's second stage: a twentieth more of training, with the smaller local chunks that are
-then used for good, as a model must be read with the chunks it was trained with. Rows have 8,192 tokens. Four local
+The second command is the paper's second stage: a twentieth more of training, with the smaller local chunks that the
+finished model uses, as a model must be read with the chunks it was trained with. Rows have 8,192 tokens. Four local
 memories were its best model: `--model.memory.local_chunks 4 8 16 32`.
 """
 

@@ -1,5 +1,5 @@
-"""Steps of a linear memory, which are no larger than one key can have again and again (memory/README.md, Steps of a
-linear memory)."""
+"""Steps of a linear memory, limited so that no key that is written again and again makes it unstable
+(memory/README.md, Gates)."""
 
 import dataclasses
 

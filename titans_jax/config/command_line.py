@@ -1,4 +1,4 @@
-"""Command-line arguments into a dataclass, by one call of tyro; what tyro refuses is told in one sentence."""
+"""Command-line arguments to a dataclass, by one call of tyro; what tyro refuses becomes an error of one sentence."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from titans_jax.config import ConfigError, unknown_field
 from titans_jax.config.validate import describe, nearest
 
 TYPES = ConstructorRegistry()
-"""How values are read where it is not tyro's way."""
+"""How values are read that tyro would read in another way."""
 
 
 @TYPES.primitive_rule
@@ -38,9 +38,9 @@ def _bool(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
 
 
 def parse(program: str, kind: type, arguments: list[str], default: Any = None) -> Any:
-    """`default`, or a new `kind`, with the fields that the arguments set, typed by the dataclass `kind`.
+    """An instance of the dataclass `kind`, made from `default` if there is one, with the fields that the arguments set.
 
-    --help among them prints the fields and ends the process.
+    --help among the arguments prints the fields and ends the process.
 
     Raises:
       ConfigError: an unknown field, one that is given twice, or a value of a wrong type.
@@ -72,7 +72,7 @@ def parse(program: str, kind: type, arguments: list[str], default: Any = None) -
 
 
 def _refusal(program: str, kind: type, arguments: list[str], read: Callable[[list[str]], Any]) -> ConfigError:
-    """The sentence for arguments that tyro refuses: it is asked about each field alone which one it is."""
+    """The error for arguments that tyro refuses; to find the wrong field, tyro is asked about each field alone."""
 
     def refused(words: list[str]) -> bool:
         try:
@@ -100,7 +100,7 @@ def _refusal(program: str, kind: type, arguments: list[str], read: Callable[[lis
 
 
 def _with_texts(kind: type, arguments: list[str]) -> list[str]:
-    """The arguments with every text behind its field, --field=text: a text may begin with a hyphen."""
+    """The arguments, with texts that begin with a hyphen joined to their fields: --field=text."""
     fields, joined, rest = dict(_fields(kind)), [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -117,7 +117,7 @@ def _is_field(argument: str, fields: dict[str, Any]) -> bool:
 
 
 def _groups(arguments: list[str]) -> list[list[str]]:
-    """Each field with its values, after "" with the words in front of all fields."""
+    """A list [field, value, ..] for each field, after ["", word, ..] with the words in front of all fields."""
     groups = [[""]]
     for argument in arguments:
         if argument.startswith("--"):

@@ -1,4 +1,4 @@
-"""Extensions: Python files that register parts of one's own (`titans_jax.registry`).
+"""Extensions: Python files that register a user's own parts (`titans_jax.registry`).
 
 `Config.extensions` names them, so that a run can be read from its folder alone: `titans generate` and `titans evaluate`
 import them before they look up what the configuration names.

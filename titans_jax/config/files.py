@@ -1,7 +1,7 @@
-"""Configurations in Python files: those that come with the package, and anybody's own.
+"""Configurations in Python files: those that come with the package, and a user's own.
 
-A file defines `config`, which is a Config or a function that returns one and goes by the file's name, or `configs`, a
-dictionary of several by names of their own:
+A file defines `config`, a Config or a function that returns one, which has the file's name; or `configs`, a dictionary
+from names to several of them:
 
     titans train mac_340m              # in a file that comes with the package
     titans train my_model.py           # config = Config(...)
@@ -20,9 +20,9 @@ _extensions: set[str] = set()
 
 
 def find_config(asked: str) -> tuple[str, Config]:
-    """The configuration that is meant by FILE, FILE:NAME or the NAME of a shipped one; and its name.
+    """The name and the configuration that FILE, FILE:NAME or the NAME of a shipped configuration stands for.
 
-    What ends in .py is a file, and nothing else is: a file with the name of a shipped configuration does not hide it.
+    Only a path that ends in .py is taken for a file, so that no other file or folder hides a shipped configuration.
 
     Raises:
       ConfigError: there is no such configuration, or its file fails; one sentence.
@@ -65,7 +65,7 @@ def folder() -> Path:
 
 
 def load_configs(file: Path) -> dict[str, Config]:
-    """Run a Python file; its configurations by name: of `configs`, or `config` under the name of the file.
+    """Run a Python file and return its configurations by name: those in `configs`, or `config` by the file's name.
 
     A file that registers parts of a model (see titans_jax.registry) becomes an extension of its configurations, so that
     a run of them finds the parts later.

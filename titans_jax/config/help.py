@@ -1,4 +1,4 @@
-"""What `--help` says of a configuration: all its fields in short, or those of a section with what each means.
+"""The text of `--help` for a configuration: a short list of all fields, or a section's fields with their meanings.
 
 titans train quickstart --help                  every field with its value, by section
 titans train quickstart --help model.memory     what the fields of a section, or one field, mean
@@ -20,10 +20,10 @@ from titans_jax.config.validate import describe
 
 
 def describe_fields(program: str, config: Any, asked: str | None) -> str:
-    """The text for a person.
+    """The help text: a short list of all fields, or the meanings of those asked for.
 
     Args:
-      config: a dataclass with others in it, the sections; fields of its own are options of the command.
+      config: a dataclass; the dataclasses in it are the sections, its other fields are options of the command.
       asked: a section or a field by its dotted name, "all", or None for the short form.
 
     Raises:
@@ -52,7 +52,7 @@ def _sections(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _own(section: Any) -> dict[str, Any]:
-    """Fields of a dataclass that are no sections, with their values."""
+    """Fields of a dataclass that are not sections, with their values."""
     values = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
     return {name: value for name, value in values.items() if not dataclasses.is_dataclass(value)}
 
@@ -76,7 +76,7 @@ def _filled(words: list[str]) -> str:
 
 
 def _long(name: str, section: Any, fields: list[str]) -> str:
-    """The fields of a section: name, value, type, and the text under it in the code."""
+    """The fields of a section: name, value, type, and the string under the field in the code."""
     texts, types = _texts(type(section)), typing.get_type_hints(type(section))
     width = min(shutil.get_terminal_size().columns, 100)
     blocks = []
@@ -94,7 +94,7 @@ def _said(value: Any) -> str:
 
 @functools.cache
 def _texts(kind: type) -> dict[str, str]:
-    """The string under each field of a dataclass, and of those that it extends."""
+    """The string under each field of a dataclass and of its base classes."""
     texts: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         (body,) = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(each))).body]

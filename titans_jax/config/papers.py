@@ -1,4 +1,4 @@
-"""The settings of the experiments of the Titans, Miras and later papers, which configs/ has in a file for each."""
+"""The settings of the experiments of the Titans, Miras and later papers; configs/ has a file for each paper."""
 
 import math
 from dataclasses import dataclass, replace
@@ -29,25 +29,27 @@ class Size:
     topology: str
     """The TPU slice that the batch is cut for."""
     shares_embeddings: bool = True
-    """Whether embedding and head are one matrix: in all but 170m, or MAC's feed-forward would have nothing left."""
+    """Whether embedding and head are one matrix: in all sizes but 170m, else MAC's feed-forward would have no width
+    left."""
 
 
 SIZES = {
-    # Miras names 120M without a row: that of its neighbour, whose separate head alone has 25 million parameters.
+    # Miras names 120M but has no row for it: this is the row of 170m, whose separate head alone has 25 million
+    # parameters.
     "120m": Size(120e6, 12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4"),
     "170m": Size(170e6, 12, 768, 16, 3e-3, 15e9, 8, "v5e:2x4", shares_embeddings=False),
     "340m": Size(340e6, 24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
-    # The paper has results for 400M but no row: that of its neighbour, with a wider feed-forward.
+    # The paper has results for 400M but no row: this is the row of 340m, with a wider feed-forward.
     "400m": Size(400e6, 24, 1024, 16, 1.5e-3, 15e9, 8, "v5e:2x4"),
     "760m": Size(760e6, 24, 1536, 16, 1.25e-3, 30e9, 8, "v5e:4x4"),
     "1b": Size(1.3e9, 18, 2048, 8, 7e-4, 100e9, 4, "v5e:4x8"),
 }
-"""The last is the paper's 1.3B. Miras has the rows 170m, 340m and 760m (there 780M) and names 120M and 1.3B without."""
+"""1b is the paper's 1.3B. Miras has rows for 170m, 340m and 760m (there 780M), and names 120M and 1.3B without rows."""
 
 MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 9, "mag": 9, "mal": 9, "hope": 4, "hope_attention": 5}
 """Matrices of dim x dim in a block, beside those of its feed-forward."""
 START = {"ttt_linear": 1, "ttt_mlp": 8}
-"""Numbers of a memory's learned start over head_dim^2, of baselines that have one."""
+"""Parameters of a memory's learned start divided by head_dim^2, for the baselines that have one."""
 VOCABULARY = 32000
 ROWS, LENGTH = 128, 4096  # half a million tokens a step
 WARMUP_TOKENS = 1e9
@@ -93,7 +95,8 @@ def tnt(*local_chunks: int) -> Config:
 
     Global chunks and shards of 2,048 tokens, AdamW at 1e-3. Not stated: depth, width and heads, here those of Titans'
     170m with a narrower feed-forward; the rows, here of 8,192 tokens; momentum and forgetting, which its equations
-    leave out and it allows, here as in Titans. Documents are read one after the other: packed ones start with a shard.
+    leave out and its text allows, here as in Titans. Rows are cut from a stream of documents, as packed documents would
+    each have to start with a shard.
     """
     memory, length, tokens = MemoryConfig(local_chunks=local_chunks, shard=2048), 2 * LENGTH, ROWS * LENGTH
     config = experiment("170m", ("lmm",), memory, num_persistent=0)
@@ -107,7 +110,8 @@ def tnt(*local_chunks: int) -> Config:
 
 
 def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
-    """A recurrent model that the papers compare theirs with, trained alike: the same backbone around its memory."""
+    """A recurrent model that the papers compare theirs with: the same backbone around its memory, and the same
+    training."""
     return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0, start=START.get(preset, 0), rows=0)
 
 
@@ -118,10 +122,12 @@ def experiment(
 
     Memories of two matrices, expansion 4, chunk 16; segment 512, window 2048; AdamW with weight decay 0.1, clipped at
     1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given
-    by --data.tokenizer. Not in the papers: the width of SwiGLU, here what gives all models of a size as many
-    parameters (`hidden_dim`; start: the memory's learned start over head_dim^2, rows: persistent tokens, or what
-    channel-wise gates come to); shared embeddings, which all sizes but 170m need; the final learning rate (a tenth of
-    the peak), how often to evaluate and save. Parameters are sharded over all devices.
+    by --data.tokenizer. Not in the papers: the width of SwiGLU, here chosen so that all models of a size have as many
+    parameters (`hidden_dim`); shared embeddings, which all sizes but 170m need; the final learning rate (a tenth of the
+    peak); how often to evaluate and save. Parameters are sharded over all devices.
+
+    start: parameters of the memory's learned start divided by head_dim^2. rows: further parameters, in rows of width
+    dim, for persistent tokens or channel-wise gates.
     """
     row = SIZES[size]
     return Config(
@@ -161,10 +167,10 @@ def experiment(
 def hidden_dim(row: Size, pattern: tuple[str, ...], memory: int) -> int:
     """The width inside SwiGLU that brings a model to the parameters of its size, a multiple of 64.
 
-    Models of one size are compared, so they have as many parameters (within 2 %) at the depth and width of the papers'
-    table, and what a block of two parts spends on its parts is missing in its feed-forward.
+    Models of one size are compared, so they have the same number of parameters (within 2 %) at the depth and width of
+    the papers' table: a block with both attention and memory has a narrower feed-forward layer.
 
-    memory: rows of width dim that a memory layer has beside its matrices.
+    memory: parameters of a memory layer beside its matrices, in rows of width dim.
     """
     embeddings = VOCABULARY * row.dim * (1 if row.shares_embeddings else 2)
     matrices = sum(MATRICES[block] for block in pattern) / len(pattern)

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from titans_jax.memory.rule.rule import MemoryRule
 
 CONFIGURED = ("depth", "expansion", "chunk_size", "p", "q", "steps", "mimo_rank", "omega_window")
-"""Fields that an argument of the same name of a preset, or of a part, is set by."""
+"""Fields whose values are passed to presets and parts that have an argument of the same name."""
 
 
 def memory_rule(config: MemoryConfig) -> "MemoryRule":
     """The rule that a configuration describes: its preset's, with the choices it replaces.
 
     Raises:
-      ConfigError: choices that cannot be, or that exclude each other.
+      ConfigError: choices that are impossible, or that exclude each other.
     """
     try:
         return _memory_rule(config)
@@ -49,15 +49,16 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
     steep = rule.algorithm.has_momentum or rule.retention.positive
-    beyond = limits_steps(config) and rule.chunk_size > 1  # half of the largest step is more than all of the error
+    beyond = limits_steps(config) and rule.chunk_size > 1  # half of the largest step removes more than all of the error
     if gates.step_size == "bounded" and (beyond or (steep and sizes_values(config))):
-        # Their loss is as steep as they are large; momentum makes of a step twice as much, and logits grow by factors.
+        # Larger values make the loss steeper; momentum makes twice as much of a step, and steps on logits act as
+        # factors.
         changed["step_size"] = "bounded_low"
     to_start = rule.forget_to_start
     if config.forget_bias is not None:
         changed["forget_bias"] = config.forget_bias
     elif to_start:
-        # What a stale memory forgets within its chunk, nobody has read: of a long one it keeps 1/e.
+        # What a stale memory forgets within its chunk was never read, so over a whole long chunk it still keeps 1/e.
         slow = min(OPEN_BIAS, -math.log(max(rule.chunk_size - 1, 1)))
         changed["forget_bias"] = slow if rule.stale else SPREAD_BIAS
     if gates.rotated_keys and config.forget == "never":
@@ -97,7 +98,7 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 
 
 def _one_step(gates: "GateChoices", rule: "MemoryRule") -> str:
-    """Why a token has no step size of every channel, as far as there is a reason."""
+    """Why tokens of this rule cannot have a step size per channel, "" where they can."""
     if rule.algorithm.whole_tokens:
         return "weighs whole tokens"
     if rule.algorithm.steps > 1:
@@ -108,7 +109,7 @@ def _one_step(gates: "GateChoices", rule: "MemoryRule") -> str:
 
 
 def sizes_values(config: MemoryConfig) -> bool:
-    """Whether values are given the size of what a memory behind a norm says of a token."""
+    """Whether values are scaled to the size of a normalised memory's reads (`normalize_values`)."""
     if config.normalize_values is not None:
         return config.normalize_values
     rule = memory_rule(config)
@@ -116,10 +117,10 @@ def sizes_values(config: MemoryConfig) -> bool:
 
 
 def skips_values(config: MemoryConfig) -> bool:
-    """Whether a token's own values are added to what a memory says.
+    """Whether a token's own values are added to the memory's read (`value_skip`).
 
     Raises:
-      ConfigError: they shall be, and are several.
+      ConfigError: `value_skip` is True, and a token has several values.
     """
     rule = memory_rule(config)
     several = _preset(config).gates.projected_steps(rule)
@@ -133,10 +134,10 @@ def skips_values(config: MemoryConfig) -> bool:
 
 
 def projects_skip(config: MemoryConfig) -> bool:
-    """Whether what is added to a memory's reads is projected by itself.
+    """Whether the values that `value_skip` adds have their own projection (`skip_projection`).
 
     Raises:
-      ConfigError: it shall be, and nothing is added.
+      ConfigError: `skip_projection` is True, and nothing is added.
     """
     added = skips_values(config)
     if config.skip_projection and not added:
@@ -148,10 +149,10 @@ def projects_skip(config: MemoryConfig) -> bool:
 
 
 def ties_keys(config: MemoryConfig) -> bool:
-    """Whether a token's key is the query of the token before.
+    """Whether a token's key is the query of the token before (`tie_keys`).
 
     Raises:
-      ConfigError: it shall be, and a token has several keys, or keys that are gates.
+      ConfigError: `tie_keys` is True, and a token has several keys, or keys that are gates.
     """
     gates, rule = _preset(config).gates, memory_rule(config)
     several = gates.projected_steps(rule) > 1
@@ -167,13 +168,13 @@ def ties_keys(config: MemoryConfig) -> bool:
 
 
 def _linear_from_learned(rule: "MemoryRule") -> bool:
-    """Whether a memory is one matrix that starts as learned, unlike those of linear recurrent models."""
+    """Whether a memory is one matrix with a learned start, unlike those of linear recurrent models."""
     return rule.architecture.linear and rule.learned_start
 
 
 def limits_steps(config: MemoryConfig) -> bool:
-    """Whether steps are limited by the share of their error that they remove, as there is no norm that would bound
-    what they do: those of a linear memory."""
+    """Whether steps are limited by the share of their error that they remove: those of a linear memory, which has no
+    norm that would bound their effect (`bound_slope`)."""
     rule = memory_rule(config)
     return (
         config.bound_slope
@@ -184,10 +185,11 @@ def limits_steps(config: MemoryConfig) -> bool:
 
 
 def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
-    """How kept memories are read, None where none are kept.
+    """The aggregation that reads kept memories, None where none are kept.
 
     Raises:
-      ConfigError: there is no such way, segments are no whole chunks, or those that restart are merged.
+      ConfigError: there is no such aggregation, a token has several queries, a segment is not a whole number of chunks,
+        or segments that restart would be merged.
     """
     if config.caching is None:
         return None
@@ -219,10 +221,10 @@ def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
 
 
 def local_memories(config: MemoryConfig) -> tuple[MemoryConfig, ...]:
-    """The memory of every one of `local_chunks`.
+    """The configuration of each local memory, one for each of `local_chunks`.
 
     Raises:
-      ConfigError: shards are no whole chunks, or the memory has none or is kept.
+      ConfigError: a shard is not a whole number of chunks, or `caching` is set too.
     """
     chunks, shard, chunk_size = config.local_chunks, config.shard, config.chunk_size
     if not chunks:
@@ -247,11 +249,11 @@ def local_memories(config: MemoryConfig) -> tuple[MemoryConfig, ...]:
 
 
 def check_levels(config: MemoryConfig) -> None:
-    """Refuse parts of a memory that does not fall into any (`log_linear_levels`).
+    """Refuse `log_linear_levels` for a memory that cannot be split into parts.
 
     Raises:
-      ConfigError: they are fewer than none or more than positions have bits, the memory is not linear in one value a
-        token, or is kept or local too.
+      ConfigError: the number is negative or larger than positions have bits, the memory is not linear in one value per
+        token, or `caching` or `local_chunks` is set too.
     """
     from titans_jax.memory.log_linear import MOST_LEVELS, splits_into_levels
 
@@ -272,10 +274,10 @@ def check_levels(config: MemoryConfig) -> None:
 
 
 def step_size_bound(model: ModelConfig) -> float:
-    """The largest step size of a memory whose gate is bounded, as its gradients are multiplied by.
+    """The largest step size of a memory whose step size is bounded: the factor of its gradients.
 
-    A memory that is read as it was at its chunk's start takes all steps of a chunk from there, and its chunk is long:
-    keys that point everywhere alike are head_dim directions, each of which so many of them share.
+    A stale memory takes all steps of its long chunk from the chunk's start. Keys that are spread evenly over head_dim
+    directions share each direction with chunk_size / head_dim others, so steps are smaller by that factor.
     """
     from titans_jax.memory.step_unit import error_removed
 
@@ -322,10 +324,10 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
 
 
 def _started(config: MemoryConfig, rule: "MemoryRule") -> "MemoryRule":
-    """The rule that starts as the configuration says.
+    """The rule with the start that the configuration names.
 
     Raises:
-      ConfigError: it cannot.
+      ConfigError: the rule cannot have that start.
     """
     if config.start != "zero":
         if rule.learned_start:
@@ -344,7 +346,7 @@ def _started(config: MemoryConfig, rule: "MemoryRule") -> "MemoryRule":
 
 
 def _stale(config: MemoryConfig, rule: "MemoryRule") -> "MemoryRule":
-    """The rule that is read as it was at its chunk's start.
+    """The rule made stale: read as it was at its chunk's start (`MemoryRule.stale`).
 
     Raises:
       ConfigError: it has no chunks, or cannot be stale.
@@ -361,7 +363,8 @@ def _stale(config: MemoryConfig, rule: "MemoryRule") -> "MemoryRule":
 
 
 def _make(make: Callable[..., Any], config: MemoryConfig, said: Mapping[str, Any] | None = None) -> Any:
-    """A preset's rule, or a part of it, with the arguments that are fields of the configuration, or were said."""
+    """A preset's rule, or a part of it, with arguments from the configuration's fields and, before these, from
+    `said`."""
     names = set(inspect.signature(make).parameters) & set(CONFIGURED) - set(getattr(make, "unconfigured", ()))
     return make(**{name: getattr(config, name) for name in names} | dict(said or {}))
 
@@ -385,7 +388,7 @@ def read_call(field: str, said: str) -> tuple[str, dict[str, Any]]:
 
 
 def _called(field: str, said: str, registry: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The part that a field names, and the arguments said behind it.
+    """The part that a field names, and the arguments in brackets behind the name.
 
     Raises:
       ConfigError: there is no such part, or it does not take them.
@@ -428,7 +431,7 @@ def registered(registry: Mapping[str, Any], field: str, name: str) -> Any:
     """The part that a field names.
 
     Raises:
-      ConfigError: there is none, with all that there are and the nearest.
+      ConfigError: there is no such part; the message lists all parts and the nearest name.
     """
     if name not in registry:
         *names, last = registry

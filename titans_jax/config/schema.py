@@ -27,11 +27,11 @@ class ModelConfig:
     """A model: a pattern of blocks, cycled over the depth, between an embedding and a head."""
 
     pattern: tuple[str, ...] = ("mac",)
-    """Blocks by name, repeated until `depth` of them exist. ("attention",) is Transformer++; ("lmm", "window") a memory
-    and a sliding-window attention in turn."""
+    """Blocks by name, repeated until there are `depth` of them. ("attention",) is Transformer++; ("lmm", "window")
+    alternates a memory and a sliding-window attention."""
     head: str = "language_model"
-    """What is read and said, by name, arguments in brackets: `language_model` predicts next tokens; studies train
-    others, such as `classifier(classes=3)` or `forecaster(horizon=96)`."""
+    """Head by name, arguments in brackets; it defines the model's input, output and loss. `language_model` predicts
+    next tokens; studies train others, such as `classifier(classes=3)` or `forecaster(horizon=96)`."""
     dim: int = 256
     """Width of the residual stream; equals num_heads * head_dim."""
     depth: int = 4
@@ -41,24 +41,26 @@ class ModelConfig:
     head_dim: int = 64
     """Width of one head, and of one memory's keys and values. Even, for the rotary embedding."""
     vocab_size: int = 320
-    """Rows of the embedding; at least the tokenizer's. 257 bytes and specials rounded up to a multiple of 64."""
+    """Rows of the embedding; at least the tokenizer's vocabulary size. 320 is the byte tokenizer's 257, rounded up to a
+    multiple of 64."""
     hidden_dim: int | None = None
     """Width inside SwiGLU; None is 8/3 dim rounded up to a multiple of 64. The levels of a continuum memory together
-    have as many parameters."""
+    have as many parameters as a SwiGLU of this width."""
     segment: int = 512
     """Tokens of one attention segment of MAC; a multiple of the memory's chunk_size."""
     mac_write: Literal["residual", "attention"] = "residual"
-    """What MAC's memory is given: norm(x + attention's output), x the attention's input, which tells tokens apart; or
-    attention's output alone (the papers' letter)."""
+    """What MAC writes to its memory. residual: norm(x + attention's output), x being attention's input, so that the
+    memory can tell tokens apart. attention: attention's output alone, as the papers print it."""
     mac_long_term: int | None = None
-    """Long-term tokens that MAC reads from its memory for a segment (N_l of the paper, 256 there), by as many learned
-    queries of a layer, fewer than `segment`, and all seen by all of its tokens. None: one per token of the segment, by
-    the token's own query, seen by it and later ones."""
+    """Number of long-term tokens that MAC reads from its memory for a segment (N_l of the paper, 256 there), fewer than
+    `segment`. Each layer reads them with as many learned queries, and all tokens of the segment see all of them. None:
+    one per token of the segment, read with the token's own query, and seen by this token and later ones."""
     merge: Literal["residual", "product"] = "residual"
-    """How mac and mag join attention and memory: the memory gates attention by a sigmoid and is added beside it; or
-    the product of the two alone, normalised and projected (the papers' letter), with which text is read worse."""
+    """How mac and mag join attention and memory. residual: attention gated by a sigmoid of the memory, plus the memory.
+    product: the product of the two alone, normalised and projected, as the papers print it; text is then predicted
+    worse."""
     window: int = 2048
-    """Tokens a sliding-window attention (MAG, MAL, window) sees, itself included."""
+    """Tokens that a token sees in sliding-window attention (mag, mal, window, retrofit), itself included."""
     num_persistent: int = 16
     """Learned, input-independent tokens in front of every layer's sequence (Titans eq 19)."""
     conv_size: int = 4
@@ -70,11 +72,12 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head too."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Type of activations and matmul operands. Parameters and memory state are float32 (float64 when this is)."""
+    """Type of activations and matmul operands. Parameters and memory state are float32 (float64 with float64
+    activations)."""
     remat: Literal["none", "full", "dots", "names", "offload"] = "full"
-    """What the backward pass recomputes per block: nothing, everything but what a memory reads, everything but matmul
-    outputs, or (`names`) everything but the queries, keys, values and outputs of attention and memory; `offload` puts
-    those into the host's memory."""
+    """What the backward pass recomputes in each block. none: nothing. full: everything but the reads of memories. dots:
+    everything but matmul outputs. names: everything but the queries, keys, values and outputs of attention and memory.
+    offload: as names, but these are kept in the host's memory."""
     document_slack: int = 0
     """Extra slots a packed row may use to align documents to the memory's chunks; 0 when the data is aligned."""
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -88,14 +91,15 @@ class DataConfig:
     source: str = "python"
     """`python`: the running Python's standard library (no download). `text`: a folder of text files. `jsonl`: a .jsonl
     file or folder (.gz, .xz too). `tfds`: a prepared TFDS/ArrayRecord folder. `parquet`: parquet or arrow files.
-    `tokens`: what `titans data prepare` wrote. Or a registered one."""
+    `tokens`: a folder that `titans data prepare` wrote. Or the name of a registered source."""
     path: str | None = None
     """File or folder of the source; None only for `python`, and with `mixture`."""
     mixture: tuple[str, ...] = ()
-    """Several folders of `tokens` with weights, FOLDER=WEIGHT: so much of every batch's rows is from each, to rounding,
-    whatever their sizes; each is repeated when it ends."""
+    """Several folders of `tokens` with weights, FOLDER=WEIGHT. A folder's share of every batch's rows is in proportion
+    to its weight, rounded, whatever its size; a folder is repeated when it ends."""
     validation_path: str | None = None
-    """File or folder of the validation documents of `text` and `jsonl`; None holds some of `path` out."""
+    """File or folder of the validation documents of `text` and `jsonl`; None: some documents of `path` are held out
+    (`validation_every`)."""
     text_field: str = "text"
     """Name of the text field of `jsonl` and `tfds` records."""
     errors: Literal["strict", "replace"] = "strict"
@@ -109,9 +113,11 @@ class DataConfig:
     seed: int = 0
     """Order of the documents."""
     validation_every: int = 50
-    """Every n-th document is held out for validation; 0 holds out none, where the source has validation documents."""
+    """Every n-th document is held out for validation; 0 holds out none, which requires a source with validation
+    documents of its own."""
     packing: Literal["documents", "stream"] = "documents"
-    """`documents`: several in a row, kept apart. `stream`: one after another, cut anywhere, read as one document."""
+    """`documents`: several documents in one row, kept apart. `stream`: documents one after another, cut into rows
+    anywhere; each row is read as one document."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +125,17 @@ class OptimizerConfig:
     """AdamW or Muon with a linear warm-up and a decay."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: steps of matrices are made orthogonal (optax.contrib.muon), AdamW is for all other parameters."""
+    """`muon`: matrices take orthogonalised steps (optax.contrib.muon), all other parameters those of AdamW."""
     schedule: Literal["cosine", "linear", "constant", "trapezoid"] = "cosine"
-    """After the warm-up: a cosine, a line, no decay, or none until the last fifth and a line then."""
+    """Learning rate after the warm-up: cosine decay, linear decay, no decay, or (trapezoid) no decay until the last
+    fifth of these steps and linear decay then."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
     warmup_steps: int = 100
-    """Steps of linear warm-up, from 0 to the peak."""
+    """Steps of linear warm-up to the peak; the first step has 1 / warmup_steps of it."""
     final_learning_rate_ratio: float = 0.1
-    """Learning rate at the last step over the peak."""
+    """Learning rate at the last step divided by the peak; without effect on the schedule `constant`."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; see `titans_jax.training.optimizer.decays` for what counts as one."""
     clip_norm: float = 1.0
@@ -140,11 +147,11 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
     ema: float | None = None
-    """Decay of a moving average of the weights, such as 0.999, which evaluations, samples and whoever loads the run use
-    in their place; None keeps none."""
+    """Decay of a moving average of the weights, such as 0.999. Evaluations, samples and whoever loads the run use the
+    average in place of the weights. None keeps no average."""
     train_only: tuple[str, ...] = ()
-    """What is trained, by names in the paths of parameters, such as `memory share`: all others stay as they are, and
-    have no moments. () is everything."""
+    """Names, such as `memory share`: only parameters with one of them in their path are trained; all others stay as
+    they are and have no moments. () trains everything."""
 
 
 @dataclass(frozen=True)
@@ -158,48 +165,52 @@ class TrainingConfig:
     gradient_accumulation: int = 1
     """Microbatches a batch is cut into; changes memory use, not the result beyond rounding."""
     z_loss: float = 0.0
-    """Weight of the mean squared log partition function of the predicted targets, added to the loss that is trained on
-    and to nothing that is measured; 1e-4 keeps logits from drifting (PaLM)."""
+    """Weight of the mean squared log partition function over the predicted targets. It is added to the loss that is
+    trained on, but not to the reported losses; 1e-4 keeps logits from drifting (PaLM)."""
     log_every: int = 10
     """Steps between two lines of metrics.jsonl."""
     evaluate_every: int = 200
-    """Steps between two evaluations; one more always ends the run."""
+    """Steps between two evaluations; the last step always has one."""
     evaluation_batches: int = 8
     """Validation batches read by an evaluation."""
     evaluate_tasks: tuple[str, ...] = ()
-    """Tasks of `titans evaluate` (niah, piqa, ..) that an evaluation measures too, into evaluations.jsonl."""
+    """Tasks of `titans evaluate` (niah, piqa, ..) that every evaluation measures too; their results go to
+    evaluations.jsonl."""
     evaluate_samples: int = 16
-    """Questions, or documents, of each of these tasks."""
+    """Questions or documents that each of `evaluate_tasks` measures."""
     evaluate_length: int = 4096
-    """Tokens of the longest text of these tasks."""
+    """Tokens of the longest text of `evaluate_tasks`."""
     evaluate_data: str = "data"
-    """The folder of the data sets of these tasks."""
+    """The folder with the data sets of `evaluate_tasks`."""
     diagnostics_every: int = 200
     """Steps between two reports of the memories' state."""
     checkpoint_every: int = 200
-    """Steps between two checkpoints; one more always ends the run."""
+    """Steps between two checkpoints; the last step always has one."""
     checkpoints_kept: int = 2
     """Latest checkpoints kept on disk."""
     checkpoint_commit: Literal["rename", "file"] = "rename"
-    """What makes a checkpoint whole: its folder's final name, or a last file in it, for disks that rename no folder at
-    once, as Cloud Storage FUSE where the bucket has no hierarchical namespace."""
+    """What marks a checkpoint as complete. rename: its folder gets its final name. file: a last file is written into
+    it, for disks that cannot rename a folder atomically, such as Cloud Storage FUSE on a bucket without a hierarchical
+    namespace."""
     logger: Literal["tensorboard", "wandb", "none"] = "tensorboard"
-    """Where scalars go beside metrics.jsonl; `wandb` needs that package, and goes on with the run it began."""
+    """Where scalars go beside metrics.jsonl; `wandb` needs that package; a resumed run continues its wandb run."""
     init_from: str | None = None
-    """A run, or a folder that `titans export` wrote, whose weights training begins with: same shapes, same tokenizer;
-    optimizer, data and all else are this configuration's. `retrofit` blocks begin with those of attention or window
-    blocks, and with memories of their own. Once there is a checkpoint, it is what counts."""
+    """A run folder, or a folder that `titans export` wrote, whose weights training begins with; shapes and tokenizer
+    must be the same. Optimizer, data and all else are this configuration's. `retrofit` blocks take the weights of
+    attention or window blocks, and their memories are newly initialised. Once this run has a checkpoint, that is used
+    instead."""
     sample_prompt: str = "def "
     """Text that the sample of each evaluation continues."""
     sample_tokens: int = 256
-    """Tokens of that sample; 0 writes none."""
+    """Tokens of that sample; 0 writes no sample."""
     run_dir: str | None = None
     """Run folder; None is runs/<name of the config file>."""
     resume_from: int | None = None
-    """Go on from the checkpoint of this step, and put later ones aside; those that a start with the same value saved
-    are kept, so that the same command goes on from the latest of them. None is the latest of all."""
+    """Resume from the checkpoint of this step, and move later checkpoints out of the way, except those saved by a run
+    that was started with this same value: repeating the command continues from the latest of these. None: resume from
+    the latest checkpoint."""
     accept_changed_data: bool = False
-    """Go on although the text is not the one that the checkpoint was trained on."""
+    """Resume even if the text is not the one that the checkpoint was trained on."""
 
 
 @dataclass(frozen=True)
@@ -216,21 +227,21 @@ class MeshConfig:
     tensor: int = 1
     """Shards of heads and hidden widths; all read the same rows."""
     topology: str | None = None
-    """The TPU slice the batch is cut for, by shape (v5e:2x4) or accelerator type (v5litepod-8); what `titans compile`
-    compiles for. Training takes the devices that are there."""
+    """The TPU slice that the batch is sized for and that `titans compile` compiles for, by shape (v5e:2x4) or
+    accelerator type (v5litepod-8). Training uses the devices that are there."""
 
 
 @dataclass(frozen=True)
 class ProcessesConfig:
-    """The processes that train one model together, one per host; none set is one process, or all hosts of a TPU slice,
-    which find each other."""
+    """The processes that train one model together, one per host. With no field set there is one process, or on a TPU
+    slice one per host, which find each other."""
 
     coordinator: str | None = None
     """host:port of process 0, as the others reach it."""
     count: int | None = None
     """How many processes there are."""
     index: int | None = None
-    """Which of them this one is, from 0."""
+    """The number of this process, from 0."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +249,7 @@ class ProfileConfig:
     """A trace of what the devices do, for xprof or TensorBoard."""
 
     steps: str | None = None
-    """Steps to trace into the run folder's `profile`, from the first to before the last: 10:15 is 10 to 14."""
+    """Steps to trace into the run folder's `profile`, FIRST:LAST without LAST: 10:15 traces steps 10 to 14."""
 
     @property
     def range(self) -> range:
@@ -259,8 +270,8 @@ class Config:
     processes: ProcessesConfig = field(default_factory=ProcessesConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     extensions: tuple[str, ...] = ()
-    """Python files that register parts of one's own, imported before a part is looked up; set by a configuration file
-    that registers any."""
+    """Python files that register parts of your own (presets, blocks, ..), imported before parts are looked up. A
+    configuration file that registers parts adds itself."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -309,11 +320,11 @@ BEFORE: Mapping[str, Any] = {
     "model.memory.tie_keys": False,
     "model.memory.value_skip": False,
 }
-"""What models did before these fields existed: a configuration that was saved without them means this."""
+"""How models behaved before these fields existed: the value of a field that a saved configuration lacks."""
 
 
 def from_saved(values: dict[str, Any]) -> Config:
-    """The configuration that `to_dict` once made, by this version or an earlier one; raises as `from_dict`."""
+    """The configuration that `to_dict` of this or an earlier version saved; raises as `from_dict`."""
     config = from_dict(values)
     for name, value in BEFORE.items():
         *path, field = name.split(".")
@@ -331,5 +342,5 @@ def replaced(config: Any, path: list[str], field: str, value: Any) -> Any:
 
 
 def unknown_field(name: str, fields: Iterable[str] | None = None) -> ConfigError:
-    """The error for a field that is none of `fields` (default: a Config's), with the nearest one that is."""
+    """The error for a field that is none of `fields` (default: a Config's), with the nearest name among them."""
     return ConfigError(f"there is no field {name}{did_you_mean(name, leaves(Config()) if fields is None else fields)}")

@@ -1,6 +1,6 @@
-"""What a configuration must hold: types, ranges, and what fits together.
+"""The checks of a configuration: types, ranges, and fields that must fit together.
 
-It is checked before anything is compiled or written. A refusal is one sentence with the field, its value and what would
+They run before anything is compiled or written. A refusal is one sentence with the field, its value and what would
 work.
 """
 
@@ -31,7 +31,7 @@ from titans_jax.config import (
 def validate(config: Config) -> None:
     """Refuse a configuration that cannot work.
 
-    What blocks ask of a model, `titans_jax.models.check_model` refuses; what a source asks of the data, the source.
+    What the blocks require of a model, `titans_jax.models.check_model` checks; what a source requires, the source.
 
     Raises:
       ConfigError: one sentence with the field, its value and what would work.
@@ -137,7 +137,7 @@ def _validate_ranges(config: Config) -> None:
 
 
 def _is_start(value: float | tuple[float, ...] | None) -> bool:
-    """Whether gates can start there: at None, a number, or two."""
+    """Whether this is a valid `forget_bias`: None, a finite number, or two."""
     numbers = value if isinstance(value, tuple) else (value, value)
     return value is None or (len(numbers) == 2 and all(map(math.isfinite, numbers)))
 
@@ -189,7 +189,7 @@ def _validate_batch(config: Config) -> None:
 
 
 def validate_processes(processes: ProcessesConfig) -> None:
-    """Refuse processes of which too little is said, or what cannot be.
+    """Refuse processes that are described incompletely, or that cannot exist.
 
     Raises:
       ConfigError: names the field.

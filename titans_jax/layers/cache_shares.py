@@ -1,9 +1,9 @@
-"""Memory Caching: how much of an answer each kept memory has, by what a layer has read (layers/cached_memory.py).
+"""Memory Caching: the share of each kept memory in a read, by scores of the layer's inputs (layers/cached_memory.py).
 
     u_t = x_t W_u
     score of a kept memory = <u_t, mean of x over its piece> / sqrt(dim)    the running one: its segment up to x_t
 
-A piece is a segment, or with logarithmic segments what several were merged to (memory/cache_segments.py); a segment is
+A piece is a segment, or with logarithmic segments several of them merged (memory/cache_segments.py); a segment is
 `cache_segment` tokens. Shapes: b batch, t time, n kept memories.
 """
 
@@ -22,8 +22,8 @@ from titans_jax.ops.matmul import inner_products
 
 
 class Asked(NamedTuple):
-    """What scores are products of: u of every token and of its chunk's first one [b, t, dim], the means of kept
-    memories' pieces [b, n, dim], and of a token's own segment up to it [b, t, dim]."""
+    """Factors of the scores: u of every token and of its chunk's first token [b, t, dim]; the mean input of each kept
+    memory's piece [b, n, dim], and of each token's own segment up to the token [b, t, dim]."""
 
     u: jax.Array
     opening: jax.Array
@@ -32,9 +32,10 @@ class Asked(NamedTuple):
 
 
 def shares_of(aggregation: Aggregation, visible: jax.Array, asked: Asked | None, dtype: jnp.dtype) -> jax.Array:
-    """The shares of kept memories, of which a token sees those that are visible [b, t, n], and of the running one.
+    """The shares of the kept memories and of the running one in every token's read.
 
-    asked: None where shares are made of no scores. dtype: that of a product's operands.
+    visible: bool [b, t, n], the kept memories that a token reads. asked: None where shares need no scores. dtype: of
+    the operands of products.
 
     Returns:
       [b, t, n + 1], the running memory last.
@@ -52,7 +53,7 @@ def shares_of(aggregation: Aggregation, visible: jax.Array, asked: Asked | None,
 
 
 def chosen_alone(aggregation: Aggregation, kept: Matrices, shares: jax.Array) -> tuple[Matrices, jax.Array]:
-    """Kept memories [b, n, ...] and their shares [b, t, n + 1]; of a token alone only those that have one."""
+    """Kept memories [b, n, ...] and shares [b, t, n + 1]; for a single token only the memories that have a share."""
     most = aggregation.most
     if shares.shape[1] > 1 or most is None or most >= kept[0].shape[1]:
         return kept, shares
@@ -63,8 +64,8 @@ def chosen_alone(aggregation: Aggregation, kept: Matrices, shares: jax.Array) ->
 
 
 def numbered(count: int, segment: int, documents: Documents | None) -> tuple[jax.Array, jax.Array]:
-    """How many segments of its document are before each of a row's first `count`, int32 [1 or b, count], and whether it
-    is of one document with each of them but the last, bool [1 or b, count, count - 1]."""
+    """How many segments of its document are before each of a row's first `count` segments, int32 [1 or b, count], and
+    whether it is in one document with each of these but the last, bool [1 or b, count, count - 1]."""
     number = jnp.arange(count, dtype=jnp.int32)[None]
     if documents is None:
         return number, jnp.ones((1, count, count - 1), bool)
@@ -75,7 +76,7 @@ def numbered(count: int, segment: int, documents: Documents | None) -> tuple[jax
 def opened_by(
     u: jax.Array, chunk: int, segment: int, position: int | jax.Array = 0, carried: jax.Array | None = None
 ) -> jax.Array:
-    """What every token's chunk was opened with: u [b, t, dim] of its first token. Chunks are counted in their segment.
+    """For every token u [b, t, dim] of the first token of its chunk. Chunks are counted from the segment's start.
 
     position: of the first token in its segment; carried: u of the open chunk's first token [b, dim].
     """
@@ -86,7 +87,7 @@ def opened_by(
 
 
 def running_means(x: jax.Array, segment: int) -> jax.Array:
-    """The mean of x [b, t, dim], read from a segment's start on, over a token's segment up to it, [b, t, dim]."""
+    """For every token the mean of x [b, t, dim] over its segment up to the token; x starts with a segment."""
     batch, time, dim = x.shape
     rows = jnp.pad(x.astype(wide_dtype(x.dtype)), [(0, 0), (0, -time % segment), (0, 0)])
     sums = jnp.cumsum(rows.reshape(batch, -1, segment, dim), axis=2)
@@ -100,7 +101,7 @@ def at_ends(means: jax.Array, segment: int) -> jax.Array:
 
 
 def means_of_pieces(segments: CacheSegments, before: jax.Array, means: jax.Array, ends: jax.Array) -> jax.Array:
-    """`CacheSegments.means` of a batch: of the segments' own means [b, n, dim], whose ends are [1 or b, n], and means
-    in slots before them [b, slots, dim]."""
+    """`CacheSegments.means` of a batch: means [b, n, dim] of single segments, their ends [1 or b, n], and before, the
+    means in slots until then [b, slots, dim]."""
     ends = jnp.broadcast_to(ends, means.shape[:2])
     return jax.vmap(segments.means)(before, means, ends)

@@ -1,4 +1,4 @@
-"""Memory Caching as a layer: a neural memory and what it was at the ends of earlier segments, read together.
+"""Memory Caching as a layer: a neural memory, read together with copies of it from the ends of earlier segments.
 
     shares_t = what scores of the kept memories say                     layers/cache_shares.py
     reads_t = aggregation of M(1)(q_t), .., M(s-1)(q_t), M_t(s)(q_t)    titans_jax.memory.caching
@@ -6,7 +6,7 @@
 
 A whole row is written segment by segment, by a scan, and then read at once, with gradients through all that was kept.
 Streaming keeps memories in an array of fixed size. Which ones a token reads, all of them or logarithmically many, is
-memory/cache_segments.py. Readings: memory/later_models.md, Memory Caching.
+decided in memory/cache_segments.py. How we read the paper: memory/later_models.md, Memory Caching.
 
 Shapes: b batch, t time, h heads, d head_dim, n kept memories.
 """
@@ -42,8 +42,8 @@ from titans_jax.memory.state import Matrices, WindowTokens
 
 
 class Pools(NamedTuple):
-    """What scores are made of: the mean inputs of what kept memories end [b, slots, dim], the sum of the open segment's
-    inputs [b, dim], and u of the open chunk's first token [b, dim]."""
+    """Inputs of the scores: the mean input of the piece that each kept memory ends [b, slots, dim], the sum of the open
+    segment's inputs [b, dim], and u of the open chunk's first token [b, dim]."""
 
     means: jax.Array
     total: jax.Array
@@ -51,7 +51,8 @@ class Pools(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a memory carries from one chunk to the next: a `MemoryState` at a chunk's start, where all else is known."""
+    """What a memory carries from one chunk to the next: the fields of a `MemoryState` at a chunk's start that are not
+    known there."""
 
     weights: Matrices
     momentum: Matrices
@@ -72,8 +73,8 @@ class CachedMemoryState(NamedTuple):
     """What streaming carries.
 
     running: the memory that is written. kept: weights as they are read at the ends of segments, [b, slots, h, in, out]
-    of every fast matrix. pools: None where there are no scores. first: what every segment begins with, None where one
-    goes on from the last. tokens: int32 scalar, how many were read.
+    of every fast matrix. pools: None where there are no scores. first: the state that every segment begins with, None
+    where a segment continues from the one before. tokens: int32 scalar, the number of tokens read.
     """
 
     running: MemoryLayerState
@@ -84,8 +85,8 @@ class CachedMemoryState(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Tokens from a segment's start on, after they were written: queries, what `value_skip` adds and the running
-    memory's reads [b, t, h, d], the weights at the ends of their whole segments [b, n, h, in, out], the state of the
+    """Results of writing tokens from a segment's start on: queries, the values that `value_skip` adds and the running
+    memory's reads [b, t, h, d], the weights at the ends of the whole segments [b, n, h, in, out], the state of the
     running memory, a report."""
 
     queries: jax.Array
@@ -97,10 +98,10 @@ class Segments(NamedTuple):
 
 
 class CachedMemory(NeuralMemory):
-    """A `NeuralMemory` that is read together with what it was at the ends of earlier segments, [b, t, dim] -> the same.
+    """A `NeuralMemory`, read together with copies of it from the ends of earlier segments, [b, t, dim] -> [b, t, dim].
 
-    `memorize` and `retrieve` are those of the running memory alone. Without `writes` all memories, kept ones too, are
-    the start's, so that shares which sum to 1 read what a memory without caches would.
+    `memorize` and `retrieve` are those of the running memory alone. Without `writes` all memories, kept ones too, stay
+    at the start, so that with shares that sum to 1 the reads are those of a memory without caches.
     """
 
     provides = ("caching",)
@@ -120,9 +121,9 @@ class CachedMemory(NeuralMemory):
         documents: Documents | None = None,
         persistent: jax.Array | None = None,
     ) -> tuple[jax.Array, CachedMemoryState | None, dict[str, jax.Array]]:
-        """Args and results as of `NeuralMemory`, but that documents start at multiples of a segment (else all reads of
-        the row are NaN), and that without a state none is returned. A state that is asked for more segments than it has
-        room for gives NaN.
+        """Args and results are those of `NeuralMemory`, except that documents must start at multiples of a segment
+        (else all reads of the row are NaN), and that a call without a state returns None for it. Reads in segments that
+        the state has no room for are NaN.
 
         Raises:
           ValueError: x alone is longer than what the state has room for.
@@ -182,10 +183,10 @@ class CachedMemory(NeuralMemory):
         documents: Documents | None = None,
         start: MemoryLayerState | None = None,
     ) -> Segments:
-        """Write x [b, t, dim] from a segment's start on: a scan over the whole segments, then what is left.
+        """Write x [b, t, dim] from a segment's start on: a scan over the whole segments, then the rest.
 
         Args:
-          first: what a document begins with, and every segment where they restart.
+          first: what a document begins with, and with `cache_restart` every segment.
           start: the state before a document's first token, without the batch axis; with documents.
         """
         features, running = self.features(x, running, documents, start)
@@ -296,7 +297,7 @@ class CachedMemory(NeuralMemory):
             opening = self._opened(u, position, state.pools.opening)
             pools = Pools(kept_means, jnp.where(is_over, 0, sums[:, -1]), opening[:, -1])
             asked = Asked(u, opening, kept_means, means)
-        # What the new end replaces no token of its own segment reads, nor the new end itself.
+        # No token of the segment that ends here reads the new kept memory, nor the one that it replaces.
         visible = jnp.broadcast_to(self.cut.held(number, slots) > 0, (batch, time, slots))
         chosen = chosen_alone(self.aggregation, kept, self._shares(visible, asked))
         reads = self._within_room(number, slots, self._together(*chosen, queries, reads))
@@ -348,7 +349,8 @@ class CachedMemory(NeuralMemory):
         return jnp.moveaxis(reads, 0, 1), state, report_of_tokens(report)
 
     def _within_room(self, number: jax.Array, slots: int, reads: jax.Array) -> jax.Array:
-        """Reads [b, t, h, d] of tokens after so many whole segments, [] or [1, t]; NaN where slots are too few."""
+        """Reads [b, t, h, d] of tokens after `number` whole segments ([] or [1, t]), NaN where there are too few
+        slots."""
         fits = number <= self.cut.room(slots)
         return jnp.where(fits.reshape(1, -1, 1, 1), reads, jnp.nan)
 

@@ -7,9 +7,9 @@
     MLP_l(u) = gelu(u W_0) W_1 ,  W = M_0 + D as of the start of every C_l tokens, M_0 learned, D = 0 at first, and
     D <- (1 - alpha_t) D - theta_t grad 1/2 ||MLP_l(u_t) - v_t||^2 / C_l    with every token
 
-A token reads, and its gradient is taken at, the weights of its window's start, so it sees no update that holds a later
-token. v = x W_v is what all levels learn to say of a token: the paper descends the outer loss, which a layer that reads
-does not know. The equations are from secondary notes; memory/later_models.md, Hope has what they leave open.
+A token reads, and its gradient is taken at, the weights of its window's start, so it sees no update that depends on a
+later token. v = x W_v is the target of all levels: the paper descends the outer loss, which a layer does not know while
+it reads. The equations are from secondary notes; memory/later_models.md, Hope has what they leave open.
 
 Shapes: b batch, t time, c tokens of a window.
 """
@@ -56,7 +56,7 @@ class Level(Architecture):
 
 
 class WindowInputs(NamedTuple):
-    """What a level is given: inputs and values [b, t, dim], log_retention and step_size [b, t]; of packed documents the
+    """Inputs of a level: inputs and values [b, t, dim], log_retention and step_size [b, t]; of packed documents the
     mask and their first tokens, bool [b, t]."""
 
     inputs: jax.Array
@@ -94,7 +94,7 @@ class ContinuumMemory(MemoryLayer):
         self.gate_kernel = nnx.Param(kernel(rngs.params(), (config.dim, len(chunks), 2), dtype))
         bias = jnp.broadcast_to(jnp.array([[0.0, OPEN_BIAS]], dtype), (len(chunks), 2))
         self.gate_bias = nnx.Param(logical(lambda: bias, None, None)())
-        # What a matrix that writes the residual stream would give of as many hidden channels.
+        # The size of what a matrix that writes the residual stream would make of as many hidden channels.
         size = INIT_STDDEV * (hidden / (2 * config.depth)) ** 0.5
         self.scale = nnx.Param(logical(initializers.constant(size), "embed")(rngs.params(), (config.dim,), dtype))
         if self.independent:
@@ -104,8 +104,8 @@ class ContinuumMemory(MemoryLayer):
     def __call__(
         self, x: jax.Array, state: tuple[memory.MemoryState, ...] | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, tuple[memory.MemoryState, ...]]:
-        """Read x [b, t, dim]: y [b, t, dim] and the state after it. After documents, aligned to the largest window
-        (else y of the row is NaN), the state can be looked at, but not read on from."""
+        """Read x [b, t, dim]: y [b, t, dim] and the state after it. Documents must be aligned to the largest window
+        (else y of the row is NaN); after them the state is for inspection: reading cannot go on from it."""
         if state is None:
             state = broadcast(self.start(), x.shape[0])
         values, logits = self.value(x), head_logits(self.gate_kernel[...], self.gate_bias[...], x)
@@ -148,8 +148,9 @@ class ContinuumMemory(MemoryLayer):
         if not self.writes:
             return self._retrieve(rule, params, state.weights, inputs), state
         size = rule.chunk_size
-        # A token forgets as much in every level: spread over a window, what 256 tokens leave stays for 38,000, which no
-        # row of training has shown, and a long text is read worse than an emptied state reads it.
+        # A token forgets as much in every level. Were forgetting spread over the window like steps, a level of 256
+        # would keep its content for 38,000 tokens, which no training row shows, and read long texts worse than from an
+        # emptied state.
         kept = forget(logits[..., 1]) if self.forgets else jnp.zeros_like(logits[..., 1])
         step_size = jax.nn.sigmoid(logits[..., 0]) / (self.unit * size)
         packed = (None, None) if documents is None else (documents.mask, documents.starts)

@@ -1,7 +1,7 @@
 """The features of a memory's inputs in one TPU kernel: causal convolution, SiLU and unit norm, and their gradient.
 
-XLA's programs of them read and write every number a dozen times. Here a step takes tokens of some whole heads and goes
-through them in strips that stay in registers; the gradient is `jax.vjp` of the same strip, from the last to the first.
+XLA's programs for them read and write every number a dozen times. Here a step takes tokens of some whole heads and goes
+through them in strips that stay in registers; the gradient is `jax.vjp` of the same strips, from the last to the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRIP = 64
 MOST_TOKENS = 1024
 """The most tokens of a step."""
 BEFORE = 16
-"""Rows that are read of the step before, a whole tile of bfloat16; a convolution has fewer taps."""
+"""Rows of the step before that are read: a whole tile of bfloat16, and more than a convolution has taps."""
 
 
 class FeatureOptions(NamedTuple):
@@ -143,7 +143,7 @@ _sum_over_head.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _shift_down(lag: int, rows: jax.Array) -> jax.Array:
-    """Rows, later by `lag`; what falls off the end comes first, and has no gradient."""
+    """Rows delayed by `lag`. The last rows wrap around to the front, where the caller cuts them off."""
     return jnp.roll(rows, lag, axis=0)
 
 

@@ -1,4 +1,4 @@
-"""Packed documents: where each starts, and how rows are rearranged so that each starts at a multiple of chunks.
+"""Packed documents: where each starts, and how rows are rearranged so that each starts with a chunk.
 
 A row may hold several documents, told apart by `segment_ids` (0 is padding). A chunk of the memory (a segment of MAC)
 never spans two documents, so documents start at multiples of a granularity. The data pipeline packs rows so; rows
@@ -17,7 +17,7 @@ class Documents:
     """The document of every token; all [batch, time].
 
     starts: bool, the document's first token. mask: bool, False at padding. positions: int32, tokens since the
-    document's start. index: int32, number of the document in its row; padding counts to the document before it.
+    document's start. index: int32, number of the document in its row; padding counts as part of the document before it.
     """
 
     starts: jax.Array
@@ -45,7 +45,7 @@ def aligned(documents: Documents, granularity: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Relay:
-    """A second layout of rows. slots: int32 [batch, time], where each token goes. fits: bool [batch], all do."""
+    """A second layout of rows. slots: int32 [batch, time], where each token goes. fits: bool [batch], if all do."""
 
     slots: jax.Array
     fits: jax.Array

@@ -13,13 +13,13 @@ from titans_jax.sharding import logical
 class GatedMerge(nnx.Module):
     """gate + 2 a content * sigmoid(b gate), all [b, t, dim], a and b learned vectors from 1.
 
-    What attention says (content) is gated by what the memory says, and the memory keeps a residual connection of its
-    own: at first the sum of the two, nearly. The papers say that all blocks have residual connections and draw none;
-    they name neither the nonlinearity, nor which branch it is for, nor what "normalised with learnable vectors" is.
+    The memory's output (gate) gates attention's (content), and is itself added, a residual connection: at first this is
+    nearly the sum of the two. The papers say that all blocks have residual connections but draw none; they name neither
+    the nonlinearity, nor the branch that it acts on, nor what "normalised with learnable vectors" means.
 
-    With `merge` "product" (norm_a(content) * sigmoid(norm_b(gate))) W_o, the norms being RMSNorms with learned gains.
-    Small models then read text worse by a sixth of a bit a byte, which is by the norms: they multiply the gradients of
-    two branches that start small (memory/what_was_tried.md).
+    `merge` "product" is (norm_a(content) * sigmoid(norm_b(gate))) W_o, the norms being RMSNorms with learned gains.
+    Small models then predict text worse by a sixth of a bit per byte, because of the norms: they multiply the gradients
+    of two branches that start small (memory/what_was_tried.md).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

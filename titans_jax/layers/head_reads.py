@@ -1,4 +1,4 @@
-"""What layers that hold memories have in common: a switch for writing, and the way from their reads to the model."""
+"""What layers with memories have in common: a switch for writing, and the output projection of their reads."""
 
 import jax
 from flax import nnx
@@ -9,21 +9,21 @@ from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.projections import projection
 
 READS = "memory_reads"
-"""Name, for policies of rematerialisation, of a memory's reads: nothing of their size costs as much to repeat."""
+"""Name of a memory's reads for rematerialisation policies: no other array of their size costs as much to recompute."""
 
 
 class MemoryLayer(nnx.Module):
     """A layer with fast weights.
 
-    writes: False leaves them at their start, exactly: they are read, in training as in streaming, and never written,
-    not even with persistent tokens. What the memory is worth is measured by it (`models.without_writes`).
+    writes: False leaves the fast weights exactly at their start: they are read but never written, in training, in
+    streaming and by persistent tokens. This measures what writing is worth (`models.without_writes`).
     """
 
     writes = True
 
 
 class HeadReads(MemoryLayer):
-    """One whose reads [b, t, ..., h, d] of its heads go out as Gated DeltaNet's: norm, gate, projection."""
+    """A `MemoryLayer` whose reads [b, t, ..., h, d] leave as in Gated DeltaNet: by a norm, a gate and a projection."""
 
     def make_output(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         """The parameters of `output`."""
@@ -37,7 +37,7 @@ class HeadReads(MemoryLayer):
     def output(self, x: jax.Array, reads: jax.Array) -> jax.Array:
         """Reads [b, t, ..., h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output
         projection."""
-        # Held flat, or a TPU would take squares as the kernel has them, whose narrow heads fill no register.
+        # Kept flat, or a TPU would square them in the memory kernel's layout, in which narrow heads fill no register.
         flat = jax.lax.optimization_barrier(side_by_side(reads.astype(self.dtype)))
         reads = checkpoint_name(flat, READS).reshape(reads.shape)
         return self.output_projection(self.gated(self.norm(reads), self.output_gate(x)))

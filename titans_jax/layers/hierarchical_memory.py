@@ -5,9 +5,9 @@
 
 V, of `chunk_size`, is carried along the sequence and read as it was at its chunk's start (`MemoryRule.stale`). The
 local memories W(i), of `local_chunks`, and P begin anew with every shard, so that in training a row's shards are read
-at once, as rows of a larger batch. Queries, keys and values are those of one projection; gates, learned starts and
-scales of norms each memory has for itself. P q is linear attention with keys for values (`key_projection`). Readings:
-memory/later_models.md, TNT.
+at once, as rows of a larger batch. All memories share the projections of queries, keys and values; each has its own
+gates, learned start and norm scales. P q is linear attention with keys for values (`key_projection`). How we read the
+paper: memory/later_models.md, TNT.
 
 Shapes: b batch, t time, h heads, d head_dim, n shards.
 """
@@ -50,11 +50,12 @@ class ShardStart(NamedTuple):
 
     @classmethod
     def of(cls, state: ShardState) -> ShardStart:
-        """The start that is this state."""
+        """The start that equals this state."""
         return cls(state.projection.weights[0], tuple(Carried.of(one.memory) for one in state.local))
 
     def after(self, state: ShardState) -> ShardState:
-        """The state after that of the shard before: this start for every row, and the tails that go on."""
+        """The state at the next shard's start, after the last one's state: this start for every row, and the same
+        tails."""
         (P,) = state.projection.weights
         projection = dataclasses.replace(state.projection, weights=(jnp.broadcast_to(self.projection, P.shape),))
         both = zip(self.local, state.local, strict=True)
@@ -63,8 +64,8 @@ class ShardStart(NamedTuple):
 
 
 class HierarchicalState(NamedTuple):
-    """What the layer carries: the global memory and the tails of convolutions; the open shard; what the next begins
-    with, which is the same for all rows and None in a state that `start` made."""
+    """What the layer carries. running: the global memory and the tails of convolutions. shard: the open shard. first:
+    what the next shard begins with, the same for all rows; None in a state that `start` made."""
 
     running: MemoryLayerState
     shard: ShardState
@@ -85,8 +86,9 @@ class LocalMemory(NeuralMemory):
 class HierarchicalMemory(NeuralMemory):
     """A `NeuralMemory` that is read as it was at its chunk's start, with local memories, [b, t, dim] -> the same.
 
-    Calls are those of `NeuralMemory`, but that documents start at multiples of both chunk and shard (else all reads of
-    the row are NaN). Without `writes` all memories are their start; P, which is no memory of values, is still summed.
+    Calls are those of `NeuralMemory`, except that documents must start at multiples of both chunk and shard (else all
+    reads of the row are NaN). Without `writes` all memories stay at their start; P, which holds no values, is still
+    summed.
     """
 
     provides = ("local_chunks",)
@@ -181,8 +183,8 @@ class HierarchicalMemory(NeuralMemory):
         documents: Documents | None,
         mask: jax.Array | None,
     ) -> tuple[tuple[HeadInputs, ...], ShardState]:
-        """What the local memories are given, and the state with the local memories' next tails. Documents begin
-        with a shard, and shards with a chunk, so that neither shares steps with what was before."""
+        """The inputs of the local memories, and the state with their next tails. Documents begin with a shard, and
+        shards with a chunk, so that no steps are shared with tokens before them."""
         found, after = [], []
         for local, state_before in zip(self.local, state.local, strict=True):
             inputs, state_after = local.head_inputs(x, features, state_before, documents, None, mask)
@@ -193,12 +195,12 @@ class HierarchicalMemory(NeuralMemory):
     def _shards_at_once(
         self, inputs: tuple[HeadInputs, ...], state: ShardState, shard: int
     ) -> tuple[jax.Array, ShardState, list[Report]]:
-        """Inputs [b, t, ...] that start with a shard: the whole ones as rows of one batch, then what is left."""
+        """Inputs [b, t, ...] that start with a shard: whole shards as rows of one batch, then the rest."""
         batch, time = inputs[0].queries.shape[:2]
         whole = time // shard
         done, parts = whole * shard, []
         if whole:
-            # Rows of a batch that all begin alike, so that the order of the merged axis is that of the inputs'.
+            # Each row's state, once per shard: on the merged axis the shards of a row are neighbours, as in the inputs.
             begin = jax.tree.map(lambda leaf: jnp.repeat(leaf, whole, axis=0), without_positions(state))
             begin = with_positions(begin, state)
             cut = jax.tree.map(lambda leaf: leaf[:, :done].reshape(batch * whole, shard, *leaf.shape[2:]), inputs)
@@ -227,8 +229,8 @@ class HierarchicalMemory(NeuralMemory):
     ) -> tuple[jax.Array, ShardState, list[Report]]:
         """The sum of the local memories' reads [b, t, h, d], the state after it, and a report of each.
 
-        shards: of a stretch that may reach into others, the number of every token's shard, int32 [t], 0 that of the
-        state; first: what those begin with.
+        shards: for tokens that may reach into later shards, the number of every token's shard, int32 [t], 0 that of the
+        state; first: what later shards begin with.
         """
         given, before = inputs[0], state.projection
         (P,), begin, resets = before.weights, None, None

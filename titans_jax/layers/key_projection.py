@@ -3,7 +3,7 @@
     P_t = sum of k_j k_j^T / ||k_j||^2 over the tokens j <= t of t's shard ,      P_t q_t
 
 That is linear attention whose values are keys over their squared norm, without gates. It is no projector in the strict
-sense: only of keys at right angles is P P = P.
+sense: P P = P holds only for keys at right angles.
 
 Shapes: b batch, t time, h heads, d head_dim.
 """
@@ -32,8 +32,8 @@ def key_projection(
     Args:
       queries, keys: [b, t, h, d]. mask: bool [b, t], False at padding, which is in no sum.
       before: P of the tokens before, [b, h, d, d], in the dtype of sums.
-      shards: the number of every token's shard, int32 [t], 0 for the one that `before` is of; None: all are of it.
-      first: what P is at the start of another shard, [h, d, d]; with shards.
+      shards: the number of every token's shard, int32 [t], 0 for the shard of `before`; None: all are in that shard.
+      first: P at the start of every other shard, [h, d, d]; with shards.
     """
     batch, time, heads, width = keys.shape
     dtype = state_dtype(keys.dtype)

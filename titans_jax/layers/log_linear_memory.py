@@ -114,5 +114,5 @@ class LogLinearMemory(NeuralMemory):
 
 
 def whole(levels: Levels) -> memory.MemoryState:
-    """The memory that the parts are of, as one without levels."""
+    """The sum of the parts, as the state of a memory without levels."""
     return memory.MemoryState(levels.weights, (), levels.weights, 0)

@@ -1,12 +1,12 @@
-"""What a memory layer tells its memory about every token: how much to keep, how far to step, and on which channels.
+"""The gates that a memory layer makes for every token: how much to keep, how far to step, and on which channels.
 
-A preset's `GateChoices` say which gates its memory has and which function of a logit each is; the logits, each from a
-bias and a learned function of the block's input x, are made here. Scalars are per head (and fast matrix); channel-wise
-gates go through a low rank, dim -> gate_rank -> heads * head_dim, whose first map they share or have one each, or
-through a full map each.
+A preset's `GateChoices` say which gates its memory has, and which function of a logit each gate is. The logits are made
+here, each from a bias and a learned function of the block's input x. Scalars are per head (and fast matrix).
+Channel-wise gates have low-rank maps, dim -> gate_rank -> heads * head_dim, whose first map they share or have one
+each, or a full map each.
 
-Logits are float32, of x / sqrt(dim): Adam moves all entries of a kernel alike, and would turn a plain product with x so
-fast that gates saturate before the model has learned.
+Logits are float32, of x / sqrt(dim): Adam moves all entries of a kernel alike, and would change a plain product with x
+so fast that gates saturate before the model has learned.
 
 Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory, n inner steps per token.
 """
@@ -135,14 +135,14 @@ class MemoryGates(nnx.Module):
         momentum = jax.nn.log_sigmoid(logits["momentum"]) if "momentum" in logits else None
         if "window_weight" in logits:
             channel["window_weight"] = jax.nn.sigmoid(logits["window_weight"])
-            if not self.by_chunk:  # whose one step does not grow with what is summed
+            if not self.by_chunk:  # the one step of a chunk does not grow with what is summed
                 step_size /= window_total(channel["window_weight"])
         return keys, values, self.limited(memory.Gates(retention, momentum, step_size, mask, **channel))
 
     def queries(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """The queries that read, of a token's own query and key, [b, t, h, d] each.
+        """The queries to read with, made of a token's query and key, [b, t, h, d] each.
 
-        A read without a key, as MAC's first, takes the query as it is.
+        A read without a key, such as MAC's first, uses the query as it is.
         """
         if not self.choices.corrected_queries:
             return queries
@@ -207,8 +207,8 @@ class MemoryGates(nnx.Module):
                 return self.constant(gate, (*shape, self.steps))
 
     def error_shares(self, gates: memory.Gates) -> jax.Array:
-        """The share of its error that each token's step removes from a fresh memory, momentum, window and all:
-        [b, t, h], 0 at padding."""
+        """[b, t, h], the share of its error that each token's step removes from a fresh memory, with momentum and
+        window; 0 at padding."""
         shares = error_share(self.config, jnp.mean(gates.step_size, axis=-1))
         if gates.window_weight is not None:
             shares *= window_total(gates.window_weight)[..., 0]
@@ -217,9 +217,9 @@ class MemoryGates(nnx.Module):
         return shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)
 
     def limited(self, gates: memory.Gates) -> memory.Gates:
-        """Gates whose steps a linear memory can take again and again for one key (memory/README.md, Steps of a linear
-        memory): from a chunk's start up to all of the error, with what momentum makes of the step; token by token
-        nearly up to twice the error, which turns it over."""
+        """Gates with steps that a linear memory can take again and again for one key without growing (memory/README.md,
+        Gates, Steps of a linear memory). Steps from a chunk's start remove at most all of the error, momentum included;
+        steps token by token less than twice the error, which reverses its sign."""
         if not self.limits_steps:
             return gates
         if self.one_by_one:
@@ -259,18 +259,18 @@ def head_logits(kernel: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
 
 def error_share(config: ModelConfig, step_size: jax.Array) -> jax.Array:
     """The share of its error that a step of this size removes alone, from a fresh memory."""
-    return step_size / (step_size_bound(config) / config.memory.max_step_size)  # by the step that removes all of it
+    return step_size / (step_size_bound(config) / config.memory.max_step_size)  # over that which removes all
 
 
 def least_kept(gates: memory.Gates) -> jax.Array:
-    """What is left of the channels that a token forgets most of, [b, t, h, m or 1]."""
+    """The least that a token keeps of any channel, [b, t, h, m or 1]."""
     sides = (gates.log_key_retention, gates.log_value_retention)
     channels = (jnp.min(side, axis=-1, keepdims=True) for side in sides if side is not None)
     return jnp.exp(gates.log_retention + sum(channels))
 
 
 def rate_parameters(heads: int, dtype: jnp.dtype, channels: int | None = None) -> tuple[nnx.Param, nnx.Param]:
-    """log A [heads] and the biases of steps, [heads] or [heads, channels], where Mamba2's start: A between 1 and 16,
+    """log A [heads] and the biases of steps, [heads] or [heads, channels], with Mamba2's starts: A between 1 and 16,
     steps between 0.001 and 0.1."""
     rate = jnp.log(jnp.linspace(1, 16, heads, dtype=dtype))
     step = jnp.exp(jnp.linspace(math.log(0.001), math.log(0.1), channels or heads, dtype=dtype))
@@ -283,8 +283,9 @@ def rate_parameters(heads: int, dtype: jnp.dtype, channels: int | None = None) -
 def window_total(window_weight: jax.Array) -> jax.Array:
     """The sum of the weights that a token gives its window, its own 1 among them, [..., w - 1] -> [..., 1].
 
-    A token's step is taken as often as it is in a window, with weights that later tokens choose; by its own weights, it
-    is made so much smaller that all of it together is one step (memory/later_models.md, The Omega rule).
+    A token's step is taken in every window that the token is in, with weights that later tokens choose. It is divided
+    by the sum of the token's own weights, so that all of these together are about one step (memory/later_models.md, The
+    Omega rule).
     """
     return 1 + jnp.sum(window_weight, axis=-1, keepdims=True)
 

@@ -12,13 +12,13 @@ from titans_jax.layers.projections import projection
 from titans_jax.sharding import BATCH, constrain
 
 NEWEST_TAP = 1.6
-"""How much larger than the others the taps of a query's own token start, with `start_as_induction`."""
+"""Factor on the initial taps of a query's own token in `start_as_induction`."""
 
 
 class MemoryInput(nnx.Module):
     """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
 
-    With several copies, one for each inner step of a token: [b, t, h, copies, d]. As logits, without SiLU.
+    With several copies, one for each inner step of a token, they are [b, t, h, copies, d]; with `logits`, without SiLU.
     """
 
     def __init__(self, config: ModelConfig, *, unit_norm: bool, logits: bool = False, copies: int = 1, rngs: nnx.Rngs):
@@ -47,10 +47,10 @@ class MemoryInput(nnx.Module):
 def start_as_induction(query: MemoryInput, key: MemoryInput) -> None:
     """Let keys start as the queries of one token before: same projection, taps delayed by one.
 
-    A memory then binds what was read before a token to that token, and what it says of a query is what followed the
-    like of it: an induction head (Olsson et al., arXiv 2209.11895), which with keys of their own start has to be found
-    first. The papers say nothing of starts; memory/what_was_tried.md has what this one is worth. Queries keep all their
-    taps, of which the oldest have no counterpart in the keys.
+    A memory then stores each token under the tokens before it, and a read returns what followed tokens like the
+    query's: an induction head (Olsson et al., arXiv 2209.11895), which training has to find first if keys start at
+    random. The papers say nothing of starts; memory/what_was_tried.md has what this one is worth. The queries keep
+    their oldest taps, which have no counterpart in the keys.
     """
     taps = query.convolution.kernel[...]
     taps = jnp.concatenate([NEWEST_TAP * taps[:1], taps[1:]])
@@ -61,13 +61,14 @@ def start_as_induction(query: MemoryInput, key: MemoryInput) -> None:
 
 
 def start_near_to_far(*parts: MemoryInput) -> None:
-    """Let the first head begin with what a token alone says, the last with all taps of its convolution, and heads
-    between them evenly, each with a share of the taps of earlier tokens.
+    """Let the first head start from a token alone and the last from all taps of its convolution: the taps of earlier
+    tokens are scaled by 0 in the first head, by 1 in the last, and evenly in between.
 
-    For memories whose keys are their queries of the token before. A memory whose keys are of four tokens finds what
-    followed the like of those four, which is what text asks; one whose keys are of a token finds what followed that,
-    which is what pairs ask, and else has to unlearn the others first. The first heads also forget slowest at the start.
-    The papers say nothing of starts; memory/what_was_tried.md has what this one is worth.
+    For memories whose keys are the queries of the token before. A head whose keys are made of four tokens finds what
+    followed four tokens like these, which predicting text needs; one whose keys are made of one token finds what
+    followed that token, which recalling pairs needs, and for which a head with all taps has to unlearn the others
+    first. The first heads also forget slowest at the start. The papers say nothing of starts; memory/what_was_tried.md
+    has what this one is worth.
     """
     for part in parts:
         taps = part.convolution.kernel[...]
@@ -79,11 +80,11 @@ def start_near_to_far(*parts: MemoryInput) -> None:
 def of_token_before(
     x: jax.Array, before: jax.Array, documents: Documents | None = None, first: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """What the token before each had of x [b, t, ...], and what the last one has, [b, ...].
+    """For every token x [b, t, ...] of the token before it; and x of the last token, [b, ...].
 
     Args:
-      before: what the token before x had, [b, ...].
-      first: what is before a document's first token, [...]; with documents.
+      before: x of the token before the first one, [b, ...].
+      first: what stands for x before a document's first token, [...]; with documents.
     """
     earlier = jnp.concatenate([before[:, None], x[:, :-1]], axis=1)
     if documents is not None:

@@ -13,8 +13,8 @@ AnyMemoryState = MemoryLayerState | CachedMemoryState | HierarchicalState
 
 
 def memory_layer(config: ModelConfig, *, rngs: nnx.Rngs) -> NeuralMemory:
-    """A `CachedMemory` where it asks for caching, a `HierarchicalMemory` where for local memories, a `LogLinearMemory`
-    where for levels, else a `NeuralMemory`."""
+    """The layer of a configuration: with caching a `CachedMemory`, with local memories a `HierarchicalMemory`, with
+    levels a `LogLinearMemory`, else a `NeuralMemory`."""
     if config.memory.local_chunks:
         return HierarchicalMemory(config, rngs=rngs)
     if config.memory.log_linear_levels:

@@ -1,11 +1,11 @@
-"""What a memory layer says about itself: its gates, what its writes explain, and how far its weights have moved.
+"""Measurements of a memory layer: its gates, how much its writes explain, and how far its weights have moved.
 
     explained share = 1 - (inner loss before writing) / (inner loss of the best constant read)
 
 Both losses are the memory's own attentional bias. A memory that answers every key with the mean of all values has the
 share 0, one that knows every value before it is written 1; below 0 it is worse than having read nothing.
 
-A report is a measurement: no gradient goes through it, and one that nobody asks for is dead code to the compiler.
+No gradient goes through a report, and the compiler removes one that is not used.
 
 Shapes: b batch, t time, h heads, d head_dim, n inner steps per token.
 """
@@ -60,10 +60,10 @@ def memory_report(
 
 
 def has_least_loss(rule: memory.MemoryRule) -> bool:
-    """Whether the inner loss is the bias itself, and 0 where a value is known.
+    """Whether the inner loss is the bias itself, and 0 where the read is the value.
 
-    The dot product rewards reads without bound and has no best constant; RWKV-7's bias is that for what it writes; and
-    Mesa's inner loss, which only makes its sums, is not the bias.
+    The dot product rewards reads without bound and has no best constant; RWKV-7's bias is the dot product for its
+    writes; and Mesa's inner loss, which only makes its sums, is not the bias.
     """
     return rule.algorithm.descends and (not rule.bias.affine or rule.bias.constant_slope == 1)
 

@@ -3,7 +3,7 @@
     q, k, v = silu(conv(x W))          each its own projection and convolution; q and k to unit norm per head
     alpha, eta, theta = gates(x)       per token, head and fast matrix, or as the preset's paper has them
     theta = shared(theta, k)           among near keys of a chunk, where theta has a bound (`shared_steps`)
-    r = memory(q, k, v, gates)         titans_jax.memory, a batch and heads of it; with `value_skip` + D v
+    r = memory(q, k, v, gates)         titans_jax.memory, for a batch and heads; with `value_skip` + D v
     y = (rms_norm(r) * silu(x W_g)) W_o
 
 Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory.
@@ -53,21 +53,24 @@ FIRST_SKIP = 0.5
 """What the factor of `value_skip` starts at: with 1, recall is learned later (memory/what_was_tried.md)."""
 
 OTHER_LAYERS = {"caching": None, "local_chunks": (), "log_linear_levels": 0}
-"""Fields of `MemoryConfig` that need `CachedMemory`, `HierarchicalMemory` or `LogLinearMemory`, and what each is where
-nothing is asked for."""
+"""Fields of `MemoryConfig` that need `CachedMemory`, `HierarchicalMemory` or `LogLinearMemory`, and for each the value
+that switches it off."""
 
 
 class MemoryLayerState(NamedTuple):
-    """What the layer carries: the memory of every head [b, h, ...]; by name, the last inputs of its convolutions, as
-    "key" the last query instead where keys are tied, as "steps" the last keys and their steps, where steps are shared,
-    as "squares" the sums of a preconditioner, and as "rotation" phases and the last token."""
+    """What the layer carries.
+
+    memory: of every head [b, h, ...]. tails: the last inputs of the convolutions by name; "key", the last query, where
+    keys are tied and have no convolution; "steps", the last keys and their steps, where steps are shared; "squares",
+    the sums of a preconditioner; "rotation", the phases and the last token's key and value.
+    """
 
     memory: memory.MemoryState
     tails: dict[str, jax.Array | StepTail | RotationTail]
 
 
 class HeadInputs(NamedTuple):
-    """What the memories of all heads read: queries, keys, values [b, t, h, (n,) d], gates [b, t, h, ...], resets bool
+    """Inputs of the memories of all heads: queries, keys, values [b, t, h, (n,) d], gates [b, t, h, ...], resets bool
     [b, t] or None. For `LogLinearMemory` alone scales [b, t, h, levels], and with resets positions int32 [b, t]."""
 
     queries: jax.Array
@@ -82,12 +85,12 @@ class HeadInputs(NamedTuple):
 class NeuralMemory(HeadReads):
     """A sequence layer that learns while it reads, [b, t, dim] -> [b, t, dim].
 
-    One independent memory per head, whose start M_0 is a learned parameter per head (memory/README.md, Readings), one
-    that no gradient reaches, or zero.
+    One independent memory per head. Its start M_0 is a learned parameter per head (memory/README.md, Readings), a fixed
+    one that no gradient reaches, or zero.
     """
 
     provides: tuple[str, ...] = ()
-    """Which of `OTHER_LAYERS` this layer does."""
+    """The fields of `OTHER_LAYERS` that this layer implements."""
     tied = False
     """Whether a token's key is the query of the token before (`tie_keys`)."""
 
@@ -103,7 +106,7 @@ class NeuralMemory(HeadReads):
         copies, rank = choices.projected_steps(rule), choices.key_rank(rule)
         projected = functools.partial(MemoryInput, config, rngs=rngs)
         self.query = projected(unit_norm=True, copies=rank)
-        gate = choices.complement_keys  # what a key's channel forgets decides both
+        gate = choices.complement_keys  # one logit makes a channel of the key and what it forgets
         self.tied = ties_keys(config.memory)
         self.key = None if self.tied else projected(unit_norm=not gate, logits=gate, copies=copies * rank)
         self.value = projected(unit_norm=sizes_values(config.memory), copies=copies)
@@ -119,7 +122,7 @@ class NeuralMemory(HeadReads):
         self.make_output(config, rngs=rngs)
 
     def _make_memories(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        """The memories of all heads, without what is in front of and behind them."""
+        """The memories of all heads, without the projections in front of them and the output behind them."""
         self.rule, self.form = memory_rule(config.memory), config.memory.form
         self.rematerialised = config.remat != "none"
         self.num_heads, self.head_dim, self.dtype = config.num_heads, config.head_dim, compute_dtype(config)
@@ -138,7 +141,7 @@ class NeuralMemory(HeadReads):
         choices = gate_choices(config.memory)
         self.gates = MemoryGates(config, self.rule, rngs=rngs)
         shared = config.memory.share_steps and config.memory.step_unit == "error" and choices.bounded
-        # The orthogonal step of a chunk takes near keys, which are one direction, once; a stale chunk is too long.
+        # A chunk's orthogonal step counts similar keys, which are one direction, only once; a stale chunk is too long.
         shared = shared and not self.rule.algorithm.steps_by_chunk and not self.rule.stale
         self.shares_steps = shared and self.rule.chunk_size > 1 and self.rule.algorithm.steps == 1
         self.preconditioner = Preconditioner(config, rngs=rngs) if choices.preconditioned else None
@@ -158,7 +161,7 @@ class NeuralMemory(HeadReads):
         documents: Documents | None = None,
         persistent: jax.Array | None = None,
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
-        """Write every token of x [b, t, dim], and read it back at the memory it left.
+        """Write every token of x [b, t, dim], and read the memory with its query after the write.
 
         Args:
           state: of the tokens before; None is the start of a sequence.
@@ -166,8 +169,8 @@ class NeuralMemory(HeadReads):
           persistent: [n, dim], read before the first token of a sequence and of every document.
 
         Returns:
-          y [b, t, dim], the state after x, and a report (see `memorize`). After documents the state can be looked at,
-          but not read on from.
+          y [b, t, dim], the state after x, and a report (see `memorize`). After documents the state is for inspection:
+          reading cannot go on from it.
         """
         start = None
         if state is None or documents is not None:
@@ -190,7 +193,8 @@ class NeuralMemory(HeadReads):
         Args as of a call; mask: bool [b, t], False at padding, where there are no documents; start: the state of a
         document's start, without the batch axis.
 
-        The report is that of `memory_report`. Without `writes` the state's memory stays as it is, and there is none.
+        The report is that of `memory_report`. Without `writes` the state's memory stays as it is, and the report is
+        empty.
         """
         features, state = self.features(x, state, documents, start)
         if not self.writes:
@@ -207,8 +211,8 @@ class NeuralMemory(HeadReads):
         documents: Documents | None = None,
         start: MemoryLayerState | None = None,
     ) -> tuple[dict[str, jax.Array], MemoryLayerState]:
-        """Queries, keys and values of x by name, [b, t, h, (n,) d], and as "skip" what `value_skip` adds; and the state
-        with the convolutions' next tails."""
+        """Queries, keys and values of x by name, [b, t, h, (n,) d], with "skip" the values that `value_skip` adds; and
+        the state with the convolutions' next tails."""
         features, tails = {}, {}
         for name, module in self.inputs().items():
             initial_tail = None if start is None else start.tails[name]
@@ -231,7 +235,7 @@ class NeuralMemory(HeadReads):
         start: MemoryLayerState | None = None,
         mask: jax.Array | None = None,
     ) -> tuple[HeadInputs, MemoryLayerState]:
-        """What the memories of x are given, and the state with its other next tails."""
+        """The inputs of the memories, made of x, and the state with the other next tails."""
         resets, tails = None, {}
         if documents is not None:
             mask, resets = documents.mask, documents.starts
@@ -259,7 +263,7 @@ class NeuralMemory(HeadReads):
     def write(
         self, inputs: HeadInputs, state: MemoryLayerState, start: MemoryLayerState | None = None
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
-        """Reads [b, t, h, (r,) d] of memories that write their inputs, the state with these memories, and a report."""
+        """Write the inputs: reads [b, t, h, (r,) d], the state with the memories after them, and a report."""
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
         if self.rotation is not None:
             reads = self.rotation.whole_reads(inputs, reads)
@@ -272,8 +276,8 @@ class NeuralMemory(HeadReads):
         return {name: module for name, module in modules.items() if module is not None}
 
     def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
-        """Reads with what a token's own values, or those of `skip_projection`, [b, t, h, d], add to them beside the
-        memory, where they do."""
+        """Reads plus the skip of `value_skip`, if there is one; values: a token's own or those of `skip_projection`,
+        [b, t, h, d]."""
         if self.rotation is not None:
             return self.rotation.with_skip(reads, values)
         if self.skip is None:
@@ -281,7 +285,7 @@ class NeuralMemory(HeadReads):
         return reads + self.skip[...].astype(reads.dtype)[None, None, :, None] * values.astype(reads.dtype)
 
     def gated(self, normed: jax.Array, gate: jax.Array) -> jax.Array:
-        """As of `HeadReads`; with ranks, normed [b, t, r, h, d], which are mixed."""
+        """As of `HeadReads`; with ranks, normed is [b, t, r, h, d], and the ranks are mixed."""
         if normed.ndim == 4:
             return super().gated(normed, gate)
         return self.rotation.gated(normed, gate)
@@ -298,7 +302,7 @@ class NeuralMemory(HeadReads):
 
     def start(self, persistent: jax.Array | None = None) -> MemoryLayerState:
         """The state before a document's first token, without the batch axis: M_0 with no momentum and no history, or
-        what that is after reading persistent tokens [n, dim].
+        the state that reading persistent tokens [n, dim] makes of that.
 
         A chunk starts after the persistent tokens, so that a document starts with a chunk whatever n is.
         """
@@ -346,7 +350,7 @@ class NeuralMemory(HeadReads):
     ) -> tuple[jax.Array, memory.MemoryState, memory.Surprise]:
         """`memory.memorize` for a batch of heads. Position is shared by all of them, so it is not mapped over.
 
-        read_on: whether the state after resets is read on from, as it always is where there are none.
+        read_on: whether reading goes on from the state after x although there are resets; without resets it always may.
         """
         batch, time = inputs.queries.shape[:2]
         position = state.position
@@ -378,7 +382,7 @@ class NeuralMemory(HeadReads):
             reads, after, surprise = per_device(rows, batch, inputs.gates)(position, *arguments)
         else:
             reads, after, surprise = rows(position, *arguments)
-        # Documents start with a chunk, so the open chunk is as long in every row.
+        # Documents start with a chunk, so the open chunk has the same length in every row.
         return (
             reads,
             at(after, (position + time * self.rule.algorithm.steps) % self.rule.chunk_size),

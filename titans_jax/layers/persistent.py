@@ -1,5 +1,5 @@
-"""What a layer has learned whatever it reads: persistent tokens in front of its sequence (Titans eq 19), and queries of
-its memory."""
+"""Learned inputs of a layer that do not depend on its sequence: persistent tokens in front of it (Titans eq 19), and
+queries of its memory."""
 
 import jax
 from flax import nnx
@@ -26,7 +26,7 @@ class PersistentTokens(nnx.Module):
 
 
 class LongTermQueries(nnx.Module):
-    """[mac_long_term, num_heads, head_dim] queries per layer, each of unit norm, as a token's; at first anywhere."""
+    """[mac_long_term, num_heads, head_dim] queries per layer, each of unit norm like a token's, at first random."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.dtype = compute_dtype(config)

@@ -2,11 +2,11 @@
 
     A_t = exp(g_t) A_{t-1} + b_t k_t^2            a decayed sum of squares, of every key channel; A_0 = 0
     r_t = log(A_t + 1e-6) - c ,   s_t = r_t / (1 + |r_t|)
-    written key: k_t * 1.5^(-s_t)                 less where keys have often been, within 2/3 and 3/2
+    written key: k_t * 1.5^(-s_t)                 less where keys were often large; the factor is in (2/3, 3/2)
 
 g is Mamba2's gate of the head, b a sigmoid, c a learned number of the head; the equations are from secondary notes and
-public code. The error is taken with the key itself, so that the factor is a step size of every channel,
-`Gates.key_step_size`; A is one more state of the layer.
+public code. The error is taken with the key itself, so that the factor acts as a step size per channel,
+`Gates.key_step_size`; A is one more part of the layer's state.
 
 Shapes: b batch, t time, h heads, d head_dim.
 """
@@ -26,7 +26,7 @@ from titans_jax.memory.forms.associative import linear_scan
 from titans_jax.sharding import logical
 
 LARGEST = 1.5
-"""The most that a written key's channel is multiplied by, and 1 over the least."""
+"""The largest factor of a written key's channel, and 1 over the smallest."""
 EPSILON = 1e-6
 FIRST_CENTER = -0.2
 """What c starts at."""

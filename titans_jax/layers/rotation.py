@@ -1,4 +1,4 @@
-"""What Mamba-3 makes of a token's queries, keys and values (arXiv 2603.15569, SISO and MIMO).
+"""How Mamba-3 transforms a token's queries, keys and values (arXiv 2603.15569, SISO and MIMO).
 
     step_t = softplus(.) ,  a_t = exp(-step_t max(softplus(.), 1e-4)) ,  l_t = sigmoid(.)      a number of the head each
     q_t = R(phase_t) (norm(q) + bias_q) ,  k_t = R(phase_t) (norm(k) + bias_k)                 biases start at 1
@@ -6,9 +6,9 @@
     W_t = a_t W_{t-1} + (1 - l_t) step_t a_t k_{t-1}^T v_{t-1} + l_t step_t k_t^T v_t          the trapezoid rule
     y_t = q_t W_t + D v_t
 
-R turns adjacent channels by their phase; D is a number of the head. The two writes are two inner steps, the first with
-the key and the value of the token before: with the phases, a state of the layer. The equations are from secondary notes
-and public code.
+R turns adjacent channels by their phase; D is one number per head. The two writes are two inner steps, the first with
+the key and the value of the token before; these and the phases are state of the layer. The equations are from
+secondary notes and public code.
 
 MIMO of rank r: a token has r queries q_j and keys k_j, normed, biased and turned as above, and r values v_j:
 
@@ -17,11 +17,11 @@ MIMO of rank r: a token has r queries q_j and keys k_j, normed, biased and turne
     y_j,t = q_j,t W_t + D v_j,t
     y_t = sum_j o_j * norm(y_j,t) * silu(g_j * z_t)                        m and o start at 1 / r, g at 1; z is the gate
 
-The 2 r writes are inner steps, those of the token before first, and q_j reads after the j-th of the token's own; what
-the writes behind it say to q_j is added, exactly, as no write depends on the memory. In the public code the norm is a
-choice, and keys and queries are those of all heads but for their bias.
+The 2 r writes are inner steps, those of the token before first, and q_j reads after the j-th of the token's own writes.
+What the later writes add to this read is added afterwards, which is exact, as no write depends on the memory. In the
+public code the norm is optional, and all heads share keys and queries except for their biases.
 
-Shapes: b batch, t time, h heads, d head_dim, a angles, r rank. Of a rank of 1, queries and keys have no axis for it.
+Shapes: b batch, t time, h heads, d head_dim, a angles, r rank. With rank 1, queries and keys have no axis r.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from titans_jax.sharding import logical
 
 LEAST_RATE = 1e-4
 FIRST_RATE = 3.0
-"""Where the logit of the rate of forgetting starts, in the public code at 0. The slowest head then keeps for 1,400
-tokens what it sums up, which rows of 512 never show, and reads long texts worse than an emptied one; from 3 for 330."""
+"""Initial logit of the rate of forgetting; 0 in the public code. From 0, the slowest head keeps what it sums for 1,400
+tokens, which training rows of 512 never show, and then reads long texts worse than an emptied one; from 3, for 330."""
 
 
 class RotationTail(NamedTuple):
@@ -129,7 +129,7 @@ class Rotation(nnx.Module):
         keys, values = self.rotated(self.key_norm(inputs.keys), self.key_bias, phases), inputs.values
 
         def with_last(now: jax.Array, before: jax.Array, first: jax.Array | None) -> jax.Array:
-            """Every token's own behind that of the token before, [b, t, h, 2, ...]."""
+            """For every token [that of the token before, its own], [b, t, h, 2, ...]."""
             return jnp.stack([of_token_before(now, before, documents, first)[0], now], axis=3)
 
         first = RotationTail(None, None, None) if initial is None else initial
@@ -156,12 +156,12 @@ class Rotation(nnx.Module):
         return jnp.concatenate([turned, rest], axis=-1).astype(x.dtype)
 
     def of_ranks(self, values: jax.Array) -> jax.Array:
-        """The values [b, t, h, ..., r, d] of the ranks, of a token's value [b, t, h, ..., d]."""
+        """The values [b, t, h, ..., r, d] of all ranks, made of a token's value [b, t, h, ..., d]."""
         mix = jnp.expand_dims(self.value_mix[...], (0, 1, *range(3, values.ndim - 1)))
         return (values[..., None, :].astype(mix.dtype) * mix).astype(values.dtype)
 
     def whole_reads(self, inputs: RotatedInputs, reads: jax.Array) -> jax.Array:
-        """Reads [b, t, h, (r,) d] of the memory that a token left, of reads [b, t, h, (2 r,) d] after every write."""
+        """Reads [b, t, h, (r,) d] after all writes of a token, made of reads [b, t, h, (2 r,) d] after each write."""
         if self.rank == 1:
             return reads
         own, dtype = (slice(None),) * 3 + (slice(self.rank, None),), inputs.keys.dtype
@@ -170,14 +170,15 @@ class Rotation(nnx.Module):
         return reads[own] + matmul(scores, inputs.values[own], dtype)
 
     def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
-        """Reads [b, t, h, (r,) d] and D times the values of a token's value [b, t, h, d]: [b, t, (r,) h, d]."""
+        """Reads [b, t, h, (r,) d] plus D times a token's value [b, t, h, d], or its ranks' values:
+        [b, t, (r,) h, d]."""
         if self.rank > 1:
             reads, values = jnp.swapaxes(reads, 2, 3), jnp.swapaxes(self.of_ranks(values), 2, 3)
         skip = self.skip[...].astype(reads.dtype)[:, None]
         return reads + jnp.expand_dims(skip, range(reads.ndim - 2)) * values.astype(reads.dtype)
 
     def gated(self, normed: jax.Array, gate: jax.Array) -> jax.Array:
-        """The ranks of normed reads [b, t, r, h, d], each with its gate, in one: [b, t, h d]; gate [b, t, h d]."""
+        """The sum over ranks of normed reads [b, t, r, h, d], each with its gate: [b, t, h d]; gate [b, t, h d]."""
         gate_mix, read_mix = (jnp.swapaxes(mix[...], 0, 1)[None, None] for mix in (self.gate_mix, self.read_mix))
         gates = gate.reshape(*gate.shape[:2], 1, *normed.shape[-2:]).astype(gate_mix.dtype)
         mixed = read_mix * normed.astype(read_mix.dtype) * jax.nn.silu(gate_mix * gates)

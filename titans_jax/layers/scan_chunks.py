@@ -1,7 +1,8 @@
-"""A scan over the chunks of layers whose tokens read what their memories were at the chunk's start.
+"""A scan over chunks, for layers whose tokens read their memories at the chunk's start.
 
-What such a layer gives a memory depends on the memory, so chunk after chunk is made, read and written. In the fast case
-(from a chunk's start on) chunks are a reshape; a state that may be inside a chunk has them cut where they are.
+The inputs of such a layer's memories depend on the memories, so a chunk's inputs are made only after the chunk before
+is written. From a chunk's start on (the fast case) rows are cut into chunks by a reshape; from a state inside a chunk,
+by slices.
 
 Shapes: b batch, t time, c tokens of a part of a chunk.
 """
@@ -28,8 +29,8 @@ def scan_chunks(
 
     Args:
       step: (state, extra, inputs, valid) -> (state, extra, outputs), for tokens of one chunk: inputs, outputs [b, c,
-        ...]; valid: bool [c], True at the first tokens, all others being none (None: all are). The position of the
-        state that it returns is not looked at.
+        ...]; valid: bool [c], True at the first slots, which hold tokens, False at the others (None: all hold tokens).
+        The position of the state that it returns is ignored.
       state: of memories with leading axes of any kind. Its position, a number for all of them, is that of the first
         token; where it is a Python 0, chunks need no anchor and groups of them are rematerialised.
     """
@@ -37,7 +38,7 @@ def scan_chunks(
     if isinstance(state.position, int) and state.position == 0:
         return _whole_chunks(step, chunk_size, state, extra, inputs, time)
 
-    # Slots of chunks from the open one's first token on: `position` of them are behind us.
+    # Slots of chunks from the open one's first token on: the first `position` of them were read before.
     width, count = min(chunk_size, time), -(-(time + chunk_size - 1) // chunk_size)
     position = jnp.asarray(state.position, jnp.int32)
     padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, width), *((0, 0),) * (x.ndim - 2))), inputs)

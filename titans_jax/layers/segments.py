@@ -22,5 +22,5 @@ def flags_like(flags: jax.Array, leaf: jax.Array) -> jax.Array:
 
 
 def report_of_tokens(report: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The memory's report of a piece that was read token by token, leaves [t, b, 1]: [b, t], weight_norm the last's."""
+    """The report of a piece that was read token by token: leaves [t, b, 1] to [b, t], weight_norm that of the last."""
     return {n: r[-1] if n == "weight_norm" else jnp.moveaxis(r[..., 0], 0, 1) for n, r in report.items()}

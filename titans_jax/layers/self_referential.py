@@ -8,8 +8,9 @@
     M_i <- (a I - theta k^T k) M_i - theta grad 1/2 ||M_i(k) - M_i(v)||^2         for all five memories M_i
     out = (rms_norm(y) * silu(x W_g)) W_o      as every memory layer here
 
-In M_i(x') and M_i(v), M_i is what it was at the chunk's start; y is read at every token's own memory. The equations are
-from secondary notes, not checked against the print; what they leave open is in memory/later_models.md, Hope.
+M_i(x') and M_i(v) read M_i as it was at the chunk's start; y_t reads the memory after token t's own write. The
+equations are from secondary notes, not checked against the paper; what they leave open is in memory/later_models.md,
+Hope.
 
 Shapes: b batch, t time, c tokens of a chunk, h heads, d head_dim, n = 5 memories.
 """
@@ -53,8 +54,8 @@ class SelfReferentialState(NamedTuple):
 
 
 class ChunkInputs(NamedTuple):
-    """What does not depend on the memories: x' and q [b, t, h, d]; of packed documents the mask, and where they begin,
-    bool [b, t]."""
+    """Inputs that do not depend on the memories: x' and q [b, t, h, d]; of packed documents the mask, and where they
+    begin, bool [b, t]."""
 
     tokens: jax.Array
     queries: jax.Array
@@ -76,7 +77,7 @@ def check_rule(config: ModelConfig) -> None:
     """Refuse memories that cannot make one another's inputs.
 
     Raises:
-      ConfigError: a rule whose steps take more of a token than a key, a value, a step size and a retention.
+      ConfigError: the rule needs more of a token than a key, a value, a step size and a retention.
     """
     rule, choices = memory_rule(config.memory), gate_choices(config.memory)
     plain = rule.learned_start and rule.algorithm.steps == rule.algorithm.window == 1
@@ -95,8 +96,8 @@ def check_rule(config: ModelConfig) -> None:
 class SelfReferentialMemory(HeadReads):
     """A sequence layer whose memories make one another's keys, values and gates, [b, t, dim] -> [b, t, dim].
 
-    Five memories in every head, each with a learned start. It is read and written chunk by chunk, in the chunked form
-    (or the configuration's recurrent or associative one); nothing runs it in a kernel.
+    Five memories in every head, each with a learned start. They are read and written chunk by chunk, in the chunked
+    form (or the configuration's recurrent or associative one); no kernel runs them.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -142,9 +143,9 @@ class SelfReferentialMemory(HeadReads):
 
         Returns:
           y [b, t, dim], the state after x, and the report of M_memory (`memory_report`; none without `writes`). After
-          documents the state can be looked at, but not read on from.
+          documents the state is for inspection: reading cannot go on from it.
         """
-        # Else XLA's partitioner, on a mesh of data, fsdp and tensor, takes some rows of a batch for one another.
+        # Without this, XLA's partitioner mixes up some rows of a batch on a mesh of data, fsdp and tensor.
         x = constrain(x, BATCH, None, None)
         start = self.start()
         if state is None:
@@ -244,8 +245,8 @@ class SelfReferentialMemory(HeadReads):
         return at(after, state.position), tail, outputs
 
     def _gates(self, made: jax.Array, mask: jax.Array | None) -> memory.Gates:
-        """Gates [b, c, h] of what M_step_size and M_retention read, [b, 2, c, h, d]: of its direction, so that a large
-        memory is no large step."""
+        """Gates [b, c, h] from the reads of M_step_size and M_retention, [b, 2, c, h, d]. Only the direction of a read
+        counts, so that a large memory does not make a large step."""
         direction = l2_normalize(made)
         logits = jnp.einsum("bncha,nha->nbch", direction, self.gate_kernel[...]) + self.gate_bias[...][:, None, None]
         step_size, log_retention = (gate.function(x) for gate, x in zip(self.gate_functions, logits, strict=True))
@@ -254,11 +255,11 @@ class SelfReferentialMemory(HeadReads):
     def _share(
         self, gates: memory.Gates, keys: jax.Array, tail: StepTail, position: Any, valid: jax.Array | None
     ) -> tuple[memory.Gates, StepTail]:
-        """Gates whose steps near keys of a chunk share (`shared_steps`), and the next tail."""
+        """Gates whose steps are shared by similar keys of a chunk (`shared_steps`), and the next tail."""
         shares = error_share(self.config, gates.step_size)
         shares = shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)
         left, after = shared_steps(shares, keys, tail, position, self.rule.chunk_size)
-        if valid is not None:  # behind the last token there is none
+        if valid is not None:  # slots behind the last token stay out of the tail
             rows = StepTail(*(jnp.concatenate(both, axis=1) for both in zip(tail, (keys, shares), strict=True)))
             last = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=self.rule.chunk_size - 1, axis=1)
             after = StepTail(*(last(row, jnp.sum(valid, dtype=jnp.int32)) for row in rows))

@@ -2,12 +2,13 @@
 
 The gradients of a chunk are all taken at its start (memory/README.md, Chunks and anchors). So n tokens with the same
 key, each with a step that removes the share s of its error, remove n s of it together, and overshoot where that is more
-than 2; one after the other, each would have found the error that was left. A token's step is therefore multiplied by
+than 2; one after the other, each would remove its share of the error that was left. A token's step is therefore
+multiplied by
 
     product, over the earlier tokens j of its chunk, of  1 - min(s_j, 1) max(0, k_j . k_t)^4
 
-For equal keys that is what the token-by-token rule does, for keys at right angles 1 (derived;
-memory/what_was_tried.md). It is a gate like any other: the memory core sees a smaller step size.
+For equal keys that is the token-by-token rule; for keys at right angles the factor is 1 (derived;
+memory/what_was_tried.md). The memory core sees nothing but a smaller step size.
 
 Shapes: b batch, t time, h heads, d head_dim, c chunk_size.
 """
@@ -41,7 +42,7 @@ def init_tail(heads: int, head_dim: int, chunk_size: int, dtype: jnp.dtype, wide
 def shared_steps(
     shares: jax.Array, keys: jax.Array, tail: StepTail, position: int | jax.Array, chunk_size: int
 ) -> tuple[jax.Array, StepTail]:
-    """What is left of every token's step, [b, t, h] in (0, 1], and the next tail.
+    """The factor of every token's step, [b, t, h] in (0, 1], and the next tail.
 
     Args:
       shares: the share of its error that each step removes alone, [b, t, h], at least 0; 0 at padding.

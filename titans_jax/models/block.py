@@ -27,8 +27,8 @@ from titans_jax.registry import Registry
 class Block(nnx.Module):
     """One layer of a model with its residual connections, [batch, time, dim] -> [batch, time, dim].
 
-    has_memory: the block holds a memory of `config.memory`, and reports on it. added: its parts that a run may lack
-    which another one begins with (`training.init_from`).
+    has_memory: the block holds a memory of `config.memory`, and reports on it. added: its parts that may be missing in
+    the run that `training.init_from` names; they are then drawn anew.
     """
 
     has_memory = False
@@ -68,8 +68,8 @@ class Block(nnx.Module):
 
     @staticmethod
     def closed(state: Any) -> Any:
-        """The same state, of a multiple of `granularity(config)` tokens, as one that is known to be that before
-        compilation: unless a block says otherwise, its memories are at a chunk's start."""
+        """A state after a multiple of `granularity(config)` tokens, marked so before compilation: unless a block
+        overrides this, its memories' positions become a static 0, a chunk's start."""
         is_memory = lambda node: isinstance(node, MemoryState)  # noqa: E731
         start = lambda node: dataclasses.replace(node, position=0) if is_memory(node) else node  # noqa: E731
         return jax.tree.map(start, state, is_leaf=is_memory)
@@ -78,7 +78,7 @@ class Block(nnx.Module):
     def forward_flops(cls, config: ModelConfig, time: int) -> float:
         """Forward operations per token of rows of `time` tokens, a multiply and an add being two.
 
-        Unless a block says otherwise, two for each of its parameters.
+        Unless a block overrides this, two for each of its parameters.
         """
         block = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0)))
         return 2.0 * sum(leaf.size for leaf in jax.tree.leaves(nnx.state(block, nnx.Param)))

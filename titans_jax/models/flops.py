@@ -24,7 +24,7 @@ from titans_jax.layers.key_projection import BLOCK
 from titans_jax.memory.cache_segments import CACHE_SEGMENTS
 
 TOKENS_PER_BLOCK = 64
-"""Tokens whose products with each other are counted where every token is a chunk: what a form takes at once."""
+"""Tokens whose products with each other are counted where every token is a chunk: those that a form takes at once."""
 
 
 def projection_flops(model: ModelConfig) -> int:
@@ -49,7 +49,7 @@ def attention_flops(model: ModelConfig, keys: float) -> float:
 
 
 def merge_flops(model: ModelConfig) -> int:
-    """The projection behind attention and memory, where their product alone is taken (`layers.GatedMerge`)."""
+    """The projection after attention and memory with `merge` "product" (`layers.GatedMerge`)."""
     return projection_flops(model) * (model.merge == "product")
 
 
@@ -82,7 +82,7 @@ def gated_memory_flops(model: ModelConfig) -> float:
 
 
 def channel_gates_flops(model: ModelConfig, gates: int) -> int:
-    """So many channel-wise gates: a map of each, from a low rank to which they share one or have their own."""
+    """Channel-wise gates, `gates` of them: full maps, or low-rank ones whose first map is shared or each gate's own."""
     rank = model.memory.gate_rank
     if rank is None:
         return 2 * gates * model.dim**2
@@ -102,8 +102,8 @@ def local_flops(model: ModelConfig) -> float:
 
 
 def level_flops(model: ModelConfig) -> float:
-    """What a memory in parts (`log_linear_levels`) takes more: one more run of it; of every part a read, and what a
-    block of head_dim tokens makes and adds; the block's own values; and the scales. 0 with one part."""
+    """What a memory in parts (`log_linear_levels`) costs more: one more run of it; for every part a read, and making
+    and adding what a block of head_dim tokens changes; the block's own values; and the scales. 0 with one part."""
     levels, heads = model.memory.log_linear_levels, model.num_heads
     if not levels:
         return 0.0
@@ -113,7 +113,7 @@ def level_flops(model: ModelConfig) -> float:
 
 def caching_flops(model: ModelConfig, time: int) -> float:
     """Reads of kept memories, of which a row of `time` tokens sees its earlier segments' (`CacheSegments`), and the
-    projection of scores; 0 without caching. What sparse reads leave out in training is read all the same."""
+    projection of scores; 0 without caching. Training also reads the memories that sparse reads leave out."""
     aggregation = cache_aggregation(model.memory)
     if aggregation is None:
         return 0.0
@@ -125,7 +125,7 @@ def caching_flops(model: ModelConfig, time: int) -> float:
 
 def self_referential_flops(model: ModelConfig) -> float:
     """Queries, output gate and output; convolutions; two gates; in every head five memories that are written. One is
-    read at every token; at the chunk's start four are read with the token and all with its value."""
+    read after every token's write; at the chunk's start, four are read with the token and all five with its value."""
     reads, writes = memory_read_flops(model), model.num_heads * memory_flops(model)
     layer = 3 * projection_flops(model) + 2 * 2 * model.conv_size * model.dim + 2 * 2 * model.dim
     return layer + 5 * writes - 4 * reads + (4 + 5) * reads
@@ -148,12 +148,12 @@ def memory_read_flops(model: ModelConfig) -> int:
 def memory_flops(model: ModelConfig) -> int:
     """One head's memory in the chunked form, any depth and width.
 
-    Keys forward; cotangents back through all but the matrices that read the keys; queries on weights and on momentum;
-    updates of both; and the products between the tokens of a chunk (or of a block of tokens, where every token is a
-    chunk), for both sides of every matrix. A stale memory's queries are on weights only, and nothing is between its
-    tokens. A window's tokens are keys of the chunk after theirs once more. A least-squares read repeats its two
-    products with every iteration. A rule that steps by chunks writes to the momentum alone, reads no token of its own
-    chunk, and makes its step once a chunk.
+    Counted are keys forward; cotangents back through all but the matrices that read the keys; queries on weights and on
+    momentum; updates of both; and the products between the tokens of a chunk (or of a block of tokens, where every
+    token is a chunk), for both sides of every matrix. A stale memory's queries are on weights only, and there are no
+    products between its tokens. With a window, its tokens are keys once more in the chunk after theirs. A least-squares
+    read repeats its two products with every iteration. A rule that steps by chunks writes to the momentum alone, reads
+    no token of its own chunk, and makes its step once a chunk.
     """
     rule, matrices = memory_rule(model.memory), memory_matrices(model)
     weights = sum(rows * columns for rows, columns in matrices)

@@ -1,4 +1,4 @@
-"""Heads for something else than next tokens: classes of sequences, tokens out of one vector, values of time series."""
+"""Heads for other tasks than next tokens: classes of sequences, tokens from one vector, values of time series."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ INSTANCE_EPSILON = 1e-5
 class Classifier(TokenStack):
     """Tokens in, logits of a row's class out: the mean over positions of what the blocks return, and a projection.
 
-    The mean leaves padding out, where HyenaDNA's is over all positions; of rows of one length, as the sets of GUE are,
-    both are the same. classes: how many there are.
+    The mean leaves padding out, unlike HyenaDNA's, which is over all positions; for rows of one length, as in the data
+    sets of GUE, both are the same. classes: their number.
     """
 
     def __init__(self, config: ModelConfig, classes: int = 2, *, rngs: nnx.Rngs):
@@ -45,14 +45,14 @@ class Classifier(TokenStack):
         return self.head(mean).astype(x.dtype)
 
     def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Summed cross entropy in nats, and rows. targets: int32 [rows], -1 at a row that is none."""
+        """Summed cross entropy in nats, and rows. targets: int32 [rows], -1 at a row that is padding."""
         return cross_entropy_sum(self(batch["tokens"], batch["segment_ids"]), batch["targets"])
 
 
 @register_head()
 class Autoencoder(TokenStack):
-    """Tokens in, the same tokens out of the last position alone: what the blocks return there, plus each position's
-    sinusoids, through two hidden layers (MAD's compression, arXiv 2403.17844).
+    """Tokens in, the same tokens out, from the last position alone: the blocks' output there plus each position's
+    sinusoids goes through two hidden layers (MAD's compression, arXiv 2403.17844).
 
         x = gelu(rms_norm(x) W_1),  x = gelu(rms_norm(x) W_2),  logits = rms_norm(x) W_3
 
@@ -85,7 +85,8 @@ class Forecaster(BlockStack):
     """Windows of several series in, their next values out, each channel a sequence of its own (PatchTST's form).
 
     A channel's window is normalised to mean 0 and variance 1, cut into overlapping patches that are the blocks' tokens,
-    and all that the blocks return is projected to the horizon; the normalisation is undone on the output.
+    and the blocks' outputs for all patches together are projected to the horizon; the normalisation is undone on the
+    output.
 
     look_back, horizon: time steps in and out. patch, stride: time steps of a patch, and between two of them; the last
     value is repeated for another stride behind the end. normalize: the instance norm.
@@ -183,7 +184,7 @@ def sinusoids(time: int, dim: int) -> np.ndarray:
 
 
 def at_least_one(name: str, value: object) -> None:
-    """Refuse an argument of a head that counts nothing.
+    """Refuse an argument of a head that is not a whole number of at least 1.
 
     Raises:
       ConfigError: names it.

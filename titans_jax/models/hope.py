@@ -47,7 +47,7 @@ class Hope(Block):
     def __call__(
         self, x: jax.Array, state: HopeState | None = None, documents: Documents | None = None
     ) -> tuple[jax.Array, HopeState, dict[str, jax.Array]]:
-        """See `Block`; the report is that of the memory which is read."""
+        """See `Block`; the report is that of M_memory, the memory that the output is read from."""
         memory, continuum = (None, None) if state is None else state
         y, memory, report = self.memory(self.memory_norm(x), memory, documents)
         x = x + y

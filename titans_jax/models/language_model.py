@@ -5,7 +5,7 @@
     logits, state = model.extend(prompt, state)        # prefill
     logits, state = model.extend(token, state)         # decode
 
-The two are the same blocks: a call starts a sequence, `extend` starts where its state ends.
+A call and `extend` run the same blocks: a call starts a sequence, `extend` continues from its state.
 """
 
 from typing import Any
@@ -71,14 +71,14 @@ class LanguageModel(TokenStack):
         return nats, parts.count
 
     def losses(self, batch: dict[str, jax.Array], z_loss: float = 0.0) -> tuple[jax.Array, TokenLosses]:
-        """What is trained on, summed, and its parts; see `next_token_losses`."""
+        """The training loss, summed, and its parts; see `next_token_losses`."""
         x, _, _ = self._hidden(batch["tokens"], batch["segment_ids"], False)
         return next_token_losses(x, self._head(), batch["targets"], z_loss)
 
     def _hidden(
         self, tokens: jax.Array, segment_ids: jax.Array | None, return_diagnostics: bool
     ) -> tuple[jax.Array, tuple, Documents | None]:
-        """What the head is given, [batch, time, dim], the blocks' reports, and where the documents are."""
+        """The head's input [batch, time, dim], the blocks' reports, and the documents."""
         _check_time(tokens)
         documents, relay = None, None
         if segment_ids is not None:
@@ -105,8 +105,8 @@ class LanguageModel(TokenStack):
         Any split of a sequence into calls gives the logits of one call on all of it, to rounding.
 
         Args:
-          closed: the state has read a multiple of `granularity(config)` tokens. To know it spares the work for a chunk
-            that might be open, and half of the compilation; where it is not so, the numbers are wrong.
+          closed: the state has read a multiple of `granularity(config)` tokens. This saves the work for a chunk that
+            might be open, and half of the compilation; if it is not true, the numbers are wrong.
 
         Raises:
           ValueError: tokens hold no time step.

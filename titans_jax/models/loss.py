@@ -17,13 +17,13 @@ MOST_LOGITS = 1 << 24
 """The most logits of a row that `next_token_losses` holds at once: 64 MiB of float32."""
 
 Batch = dict[str, jax.Array]
-"""{"tokens", "targets", "segment_ids"}: what a row holds, what is to be said of it, and which of it is a document. Of a
-language model int32 [rows, time], a target of -1 not predicted; of others as their head says, segment_ids None where
-there is no padding."""
+"""{"tokens", "targets", "segment_ids"}: the inputs, what is to be predicted, and the document of each token. For a
+language model all are int32 [rows, time], and a target of -1 is not predicted; for others they are as their head
+documents, with segment_ids None where there is no padding."""
 
 
 def loss_sum(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The summed loss of a batch as the model's head has it, and what it is divided by: scalars."""
+    """The summed loss of a batch as the model's head defines it, and the number to divide it by: scalars."""
     return nnx.merge(graphdef, params).loss_sum(batch)
 
 
@@ -65,11 +65,11 @@ def next_token_losses(
     """The loss of next tokens, cross entropy and z-loss, summed, and its parts, through which no gradient goes.
 
     Logits are x head. All of them at once would be the largest array of a training step: a row's tokens are taken in
-    blocks of at most MOST_LOGITS logits, and where there are several, each block's gradients are made with its loss, so
-    that no logits are kept or made twice, in a derivative of first order.
+    blocks of at most MOST_LOGITS logits, and with several blocks each block's gradients are computed together with its
+    loss, so that a first-order derivative neither keeps logits nor computes them twice.
 
     Args:
-      x: [batch, time, dim], what the head is given.
+      x: [batch, time, dim], the head's input.
       head: [dim, vocabulary], of x's dtype; logits are float32 (float64 of float64).
       targets: int32 [batch, time], -1 where nothing is predicted.
       z_loss: its weight.
@@ -96,8 +96,8 @@ def _losses(logits: jax.Array, targets: jax.Array, z_loss: float) -> tuple[jax.A
 
 
 def _gradient(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
-    """The gradient of `_losses` by the logits, written out: exp of one array is what a TPU's products make on their
-    way, where the steps of jax.grad are arrays in memory (tpu/schedule.md)."""
+    """The gradient of `_losses` by the logits, written out: a TPU fuses this single exp into the matrix products, while
+    the steps of jax.grad are arrays in memory (tpu/schedule.md)."""
     spread = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     likely = jnp.exp(logits - spread)
     right = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)
@@ -118,7 +118,7 @@ def _blockwise(z_loss: float, x: jax.Array, head: jax.Array, targets: jax.Array)
 
 
 def _blockwise_forward(z_loss, x, head, targets):
-    """As the loss is one number, its gradients are known up to a factor before it is used."""
+    """The loss is one number, so its gradients are known up to a factor before the backward pass."""
     # A part of the head's gradient for each device's rows, so that what crosses the network is their sum, once.
     parts = sharding.batch_shards(x.shape[1])
     wide = wide_dtype(x.dtype)

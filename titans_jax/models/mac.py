@@ -2,19 +2,19 @@
 
 Per segment of `config.segment` tokens, x being its normalised rows and M the memory that the segments before left:
 
-    h = norm(M(q(x)))                        read only: what the past says about every token of the segment
+    h = norm(M(q(x)))                        read only: what the memory returns for every token of the segment
     y = attention(x; [P | h | x])            token i sees P, and h_j and x_j for j <= i
     z = norm(x + y)                          what is written: attention's output with a residual around it
     m = read of the memory at q(z), after writing k(z), v(z)     token t reads its own write and none later
-    o = m + 2 a y * sigmoid(b m)             a, b learned vectors; `GatedMerge` has the papers' letter too
+    o = m + 2 a y * sigmoid(b m)             a, b learned vectors; `GatedMerge` also has the papers' form
 
-With `mac_long_term` N, h is of N learned queries of the layer in place of the segment's, h = norm(M(q_1 .. q_N)), and
-all of it is seen by all tokens: it depends on no token of the segment. That is the one reading in which the papers'
-256 long-term tokens are fewer than their segments' 512. It stands beside P, which has no positions.
+With `mac_long_term` N, h is read with N learned queries of the layer in place of the segment's, h = norm(M(q_1 ..
+q_N)), and every token sees all of h, as it depends on no token of the segment. Only in this reading are the papers' 256
+long-term tokens fewer than the 512 tokens of their segments. Like P, h then has no positions.
 
-The papers write y itself (`mac_write` "attention", z = y), which is a mean over tokens and says poorly which one it is
-of: what is written cannot be found again (memory/what_was_tried.md). They also say that blocks have residual
-connections; here is one.
+The papers write y itself (`mac_write` "attention", z = y). As a mean over tokens, y hardly tells which token it belongs
+to, so that what is written cannot be found again (memory/what_was_tried.md). They also say that blocks have residual
+connections; x in z is one.
 
 Readings where the paper is open or would leak the future (memory/README.md, Readings): one h per token, seen causally;
 the last read is per token, with its own query q(z); only the segment's rows are written, not P or h; the gate is MAG's;
@@ -22,9 +22,9 @@ h is normalised per head, and m passes the memory layer's norm, gate and output 
 whole sequence (one of x for h, one of z for the write). Attention is full causal inside the segment; h_j takes
 the rotary position of token j, counted from the segment's start.
 
-Only what needs the memory runs segment by segment: what x alone decides comes before, and the merge after, in one go.
-A gradient would stack all that a segment computes on its way; with remat `full` the backward pass repeats the segment,
-but for its kernels.
+Only what needs the memory runs segment by segment; what depends on x alone is computed before it for the whole row, and
+the merge after it. A gradient would store all intermediate values of every segment; with remat `full` the backward pass
+recomputes a segment, except for its kernels.
 """
 
 import dataclasses
@@ -61,9 +61,9 @@ from titans_jax.sharding import BATCH, constrain
 
 
 class Rows(NamedTuple):
-    """What x alone decides: queries of memory and of attention, keys and values of x.
+    """What depends on x alone: queries of memory and of attention, keys and values of x.
 
-    All [b, t, heads head_dim]: a scan's inputs and outputs lie in memory as they are, and narrow heads fill no tile.
+    All [b, t, heads head_dim]: a scan keeps its inputs' and outputs' layout, in which narrow heads fill no tile.
     recall: None where h has learned queries. residual: the block's normalised input, None where attention's output
     alone is written.
     """
@@ -77,14 +77,15 @@ class Rows(NamedTuple):
 class MACState(NamedTuple):
     """What streaming carries, of constant size.
 
-    memory: what z is written to, its position left None: the index in the segment gives it.
+    memory: the memory that z is written to; its position is None, as `index` determines it.
     tail: the convolution tail of x for h. weights: the memory's weights [b, h, ...] at the open segment's start.
     context: keys and values of h and of x in the open segment, [b, segment, heads, head_dim].
-    prefix: those of P [b, n, heads, head_dim], a copy a row: gradients of one would be summed over rows every segment.
+    prefix: keys and values of P [b, n, heads, head_dim], one copy per row: gradients of a single one would be summed
+    over rows in every segment.
     index: int32 scalar, tokens of the segment read so far.
 
-    With `mac_long_term` h, which is read as the segment opens, stands behind P in prefix; context has x alone, tail is
-    None and weights ().
+    With `mac_long_term`, h is read when the segment opens and stands behind P in prefix; context has x alone, tail is
+    None and weights are ().
     """
 
     memory: MemoryLayerState
@@ -155,7 +156,7 @@ class MAC(Block):
         if config.mac_long_term is None:
             segment = attention_flops(config, 2 * keys) + persistent_flops(config)
             context = 3 * projection_flops(config) + memory_read_flops(config)
-        else:  # as many reads for every segment, also for one that is not whole
+        else:  # a segment that is not whole has as many reads as a whole one
             segment = attention_flops(config, keys + config.mac_long_term) + persistent_flops(config)
             reads = config.mac_long_term * -(-time // config.segment) / time
             context = reads * (2 * projection_flops(config) + memory_read_flops(config))
@@ -168,8 +169,8 @@ class MAC(Block):
 
     @staticmethod
     def check(config: ModelConfig) -> None:
-        """A segment is a whole number of the memory's chunks and longer than what is recalled for it, and no memory is
-        kept, local or in parts."""
+        """A segment is a whole number of the memory's chunks and longer than `mac_long_term`; caching, local memories
+        and levels are refused."""
         if config.mac_long_term is not None and not 1 <= config.mac_long_term < config.segment:
             raise ConfigError(
                 f"model.mac_long_term is {config.mac_long_term}; use 1 to {config.segment - 1}, fewer than "
@@ -212,8 +213,8 @@ class MAC(Block):
         return MACState(memory, tail, weights, contexts, prefix, jnp.zeros((), jnp.int32))
 
     def _seen_by_all(self, prefix: KeyValues, weights: tuple[jax.Array, ...]) -> KeyValues:
-        """What all tokens of a segment see, where the memory's weights [b, h, ...] are those of its start: P, in front
-        in `prefix`, and behind it h, if it is of learned queries."""
+        """Keys and values that all tokens of a segment see: P, the front of `prefix`, and behind it h, where it has
+        learned queries; weights: the memory's at the segment's start, [b, h, ...]."""
         if self.long_term is None:
             return prefix
         batch = prefix.keys.shape[0]
@@ -222,14 +223,14 @@ class MAC(Block):
         return jax.tree.map(lambda p, h: jnp.concatenate([p[:, : self.num_persistent], h], axis=1), prefix, new)
 
     def _recalled(self, weights: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:
-        """h [b, t, dim], what weights say of queries [b, t, heads, head_dim]."""
+        """h [b, t, dim], read from weights with queries [b, t, heads, head_dim]."""
         h = self.recall_norm(self.memory.retrieve(weights, queries)).astype(self.attention.dtype)
         return constrain(side_by_side(h), BATCH, None, None)
 
     def _segments(
         self, x: jax.Array, state: MACState, documents: Documents | None = None
     ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
-        """x [b, t, dim] from a segment's start on: a scan over the whole segments, then what is left."""
+        """x [b, t, dim] from a segment's start on: a scan over the whole segments, then the rest."""
         batch, time, _ = x.shape
         first = self.init_state(batch)
         first_tail = None if first.tail is None else first.tail[0]
@@ -317,7 +318,7 @@ class MAC(Block):
         documents: Documents | None = None,
         initial_tail: jax.Array | None = None,
     ) -> tuple[Rows, jax.Array | None]:
-        """What the block's input x [b, t, dim] at `positions` [t] of its segment decides alone, and the next
+        """What depends on the block's input x [b, t, dim] alone, at `positions` [t] of its segment, and the next
         convolution tail."""
         normed = self.norm(x)
         residual = None if self.write_norm is None else self.attention.by_head(normed)
@@ -328,7 +329,7 @@ class MAC(Block):
         return jax.tree.map(side_by_side, Rows(recall, queries, past, residual)), tail
 
     def _written(self, residual: jax.Array | None, y: jax.Array) -> jax.Array:
-        """What the memory is given, [b, t, dim], of the block's normalised input and attention's output."""
+        """z [b, t, dim], the memory's input, from the block's normalised input and attention's output."""
         return y if self.write_norm is None else self.write_norm(residual + y)
 
     def _attend_and_write(

@@ -36,9 +36,9 @@ class MAGState(NamedTuple):
 class MAG(Block):
     """x += m + 2 a y * sigmoid(b m), y = window_attention(x~), m = memory(x~), x~ = [P | norm(x)]; then feed_forward.
 
-    The paper normalises both branches with learned vectors and names neither how nor the non-linearity; here the
-    vectors a and b, and a sigmoid of the memory as the gate of attention, with a residual connection around the memory
-    (`layers.GatedMerge`, which has the product alone too). Both branches read the same persistent tokens P; their
+    The paper normalises both branches with learned vectors, and states neither how nor the non-linearity. Here a and b
+    are these vectors, and a sigmoid of the memory gates attention, with a residual connection for the memory
+    (`layers.GatedMerge`, which also has the product alone). Both branches read the same persistent tokens P; their
     outputs are dropped.
     """
 

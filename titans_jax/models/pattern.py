@@ -1,4 +1,4 @@
-"""What a model's pattern of blocks says as a whole: what it refuses, counts and needs of its rows."""
+"""A model's pattern of blocks as a whole: what it refuses, its operations, and the alignment of documents it needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks_of(config: ModelConfig) -> list[type[Block]]:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Refuse a pattern that is none, what its blocks refuse, and a kernel that does not run its memories.
+    """Refuse an empty or unfitting pattern, what its blocks refuse, and a kernel that does not run its memories.
 
     Raises:
       ConfigError: one sentence with the field, its value and what would work.

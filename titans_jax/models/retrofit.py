@@ -17,7 +17,7 @@ from titans_jax.models.flops import caching_flops, memory_layer_flops
 from titans_jax.sharding import logical
 
 FIRST_SHARE = 0.3
-"""What the memory has of a block's output at first: with TPTT's 0.01 it is learned later (memory/what_was_tried.md)."""
+"""The memory's first share of the output: with TPTT's 0.01 the memory is learned later (memory/what_was_tried.md)."""
 
 
 class RetrofitState(NamedTuple):
@@ -31,9 +31,9 @@ class RetrofitState(NamedTuple):
 class Retrofit(WindowBlock):
     """x += (1 - a) window_attention(n) + a memory(n), n = norm(x); x += feed_forward(norm(x)); a learned per channel.
 
-    The parameters are those of the blocks "attention" and "window", the memory and a: a run of such blocks is what
-    `training.init_from` names, and a window is all that its full attention keeps. It stays as it is with
-    `optimizer.train_only` memory share, or is trained with the memory.
+    The parameters are those of an "attention" or "window" block, the memory's, and a. `training.init_from` names a run
+    of such blocks, whose attention, even a full one, then sees a window only. Their weights stay as they are with
+    `optimizer.train_only` memory share, or else are trained with the memory.
 
     TPTT has linear memories that share the attention's projections, and raises a from 0.01 to 1/2 by a schedule; here
     any memory has its own, as its convolutions need, and a is learned, from 0.3.

@@ -1,4 +1,4 @@
-"""What `titans models` prints: every memory rule by name, what it is made of, and how it can be kept and run."""
+"""The table of `titans models`: every memory rule by name, its parts, the forms that run it, and ways to keep it."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ def _words(choice: Any) -> list[str]:
 
 
 def _gate(gate: Any) -> str:
-    """The word for a gate; one that a preset brings along has none."""
+    """The word for a gate: its name, or "its own gate" for one that a preset defines itself."""
     return gate if isinstance(gate, str) else "its own gate"
 
 
@@ -81,7 +81,7 @@ def _able(check: Callable[[MemoryConfig], object], **fields: Any) -> str:
 
 
 def _names(some: list[str], every: Collection[str]) -> str:
-    """These names, or the fewer that are not among them."""
+    """These names, or "all but" the others where those are fewer."""
     others = [name for name in every if name not in some]
     if len(some) <= len(others):
         return ", ".join(some)

@@ -1,4 +1,4 @@
-"""What every model is made of: a stack of blocks, and a head that says what goes in, what comes out, and the loss.
+"""The parts of every model: a stack of blocks, and a head that defines input, output and loss.
 
     @register_head()
     class Classifier(TokenStack):
@@ -54,7 +54,7 @@ class Cycle(nnx.Module):
 
 
 class BlockStack(nnx.Module):
-    """The pattern of blocks cycled over the depth, and the norm behind it. A head is a subclass.
+    """The pattern of blocks cycled over the depth, and the norm after it. A head is a subclass.
 
     Args:
       config: the model; see `titans_jax.config.ModelConfig`.
@@ -70,7 +70,7 @@ class BlockStack(nnx.Module):
         self.norm = RMSNorm(config, config.dim, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        """What the head makes of its input."""
+        """The output of the head."""
         raise NotImplementedError
 
     def loss_sum(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -78,12 +78,12 @@ class BlockStack(nnx.Module):
         raise NotImplementedError
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
-        """The state before the first token: a pytree of arrays whose size does not grow with what is read.
+        """The state before the first token: a pytree of arrays whose sizes do not change while it reads.
 
         Args:
           batch_size: rows.
-          max_length: tokens to make room for; only "attention" blocks, whose cache is this long, and memories that are
-            kept (`MemoryConfig.caching`), for every segment or every doubling of their number, need it.
+          max_length: tokens to make room for. Only full attention, whose cache is this long, and kept memories
+            (`MemoryConfig.caching`), one for every segment or every doubling of their number, need it.
 
         Raises:
           ValueError: something needs it and max_length is None.
@@ -97,7 +97,7 @@ class BlockStack(nnx.Module):
     def _blocks(
         self, x: jax.Array, states: Any, documents: Documents | None, select: Callable, closed: bool = False
     ) -> tuple[jax.Array, Any]:
-        """Run all blocks. `select(states, reports)`, of the blocks of a cycle, is returned stacked over cycles."""
+        """Run all blocks. Returns x, and `select(states, reports)` of each cycle's blocks, stacked over cycles."""
 
         def one_cycle(x: jax.Array, cycle_and_states: tuple[Cycle, Any]) -> tuple[jax.Array, Any]:
             cycle, states = cycle_and_states
@@ -151,7 +151,7 @@ HEADS: Registry[type[BlockStack]] = Registry("head")
 register_head: Callable[..., Callable[[type[BlockStack]], type[BlockStack]]] = HEADS.register
 
 LANGUAGE_MODEL = "language_model"
-"""The head that predicts next tokens: what `titans train` trains, and everything but studies uses."""
+"""The head that predicts next tokens; `titans train` and everything but studies uses it."""
 
 
 def head_of(config: ModelConfig) -> tuple[type[BlockStack], dict[str, Any]]:

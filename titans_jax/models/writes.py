@@ -1,4 +1,4 @@
-"""A model whose memories are read and never written: the control that says what writing is worth."""
+"""A model whose memories are read and never written: the control that measures what writing is worth."""
 
 import jax
 from flax import nnx

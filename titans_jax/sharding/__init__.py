@@ -65,10 +65,10 @@ def make_mesh(
 
     Args:
       data, fsdp, tensor, slice: devices along each axis; one of them may be -1, "all that are left".
-      devices: the devices to use, default `jax.devices()`. Those of a slice get the same place on the axis slice.
+      devices: the devices to use, default `jax.devices()`. Those of one TPU slice get the same index on axis slice.
 
     Raises:
-      ValueError: the axes do not multiply to the number of devices, or slice is not how many slices there are.
+      ValueError: the axes do not multiply to the number of devices, or slice is not the number of TPU slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [slice, data, fsdp, tensor]
@@ -83,7 +83,7 @@ def make_mesh(
     # Auto, not make_mesh's default Explicit: the compiler places what is not annotated.
     types = (AxisType.Auto,) * len(AXES)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if slices == 1:  # slice > 1 here is a rehearsal: the axis without the network
+    if slices == 1:  # slice > 1 here only rehearses the axis, without the network
         return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
     if sizes[0] != slices:
         raise ValueError(f"mesh slice={sizes[0]} does not fit devices in {slices} slices; use slice={slices}")
@@ -112,8 +112,8 @@ def logical(init: Initializer, *axes: str | None) -> Initializer:
 
 
 def wide_sides(shape: tuple[int, ...]) -> tuple[str | None, ...]:
-    """Logical axes of the matrices [heads, rows, columns] that memories start from: heads, and the wider side like the
-    width of the residual stream, where the shards of parameters divide it."""
+    """Logical axes of the matrices [heads, rows, columns] that memories start from: "heads", and "embed" for the wider
+    side, as for the residual stream's width, if the number of fsdp shards divides it."""
     names: list[str | None] = ["heads"] + [None] * (len(shape) - 1)
     widest = max(range(1, len(shape)), key=lambda side: shape[side])
     if shape[widest] % jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) == 0:
@@ -122,7 +122,7 @@ def wide_sides(shape: tuple[int, ...]) -> tuple[str | None, ...]:
 
 
 def batch_axes(rows: int) -> tuple[str, ...] | None:
-    """The mesh axes over which a batch of `rows` rows is spread, None where they do not divide it."""
+    """The mesh axes over which a batch of `rows` rows is spread, None if their devices do not divide it evenly."""
     return _spread_by_compiler(BATCH) if rows % _batch_devices() == 0 else None
 
 
@@ -142,7 +142,8 @@ def head_shards() -> int:
 
 
 def on_devices(function: Callable[..., Any], in_specs: tuple, out_specs: Any) -> Callable[..., Any]:
-    """`function` on every device for its own part, as the compiler divides no kernel; itself while no mesh is set.
+    """`function` on every device for its own part, as the compiler cannot divide a kernel; `function` itself without a
+    mesh.
 
     Args:
       in_specs, out_specs: trees of PartitionSpec, as `jax.shard_map` takes them.
@@ -163,8 +164,8 @@ def on_devices(function: Callable[..., Any], in_specs: tuple, out_specs: Any) ->
 def add_over_copies(function: Callable[[Any, Any], Any], params: Any, rows: Any) -> Any:
     """The sum of function(params, rows) over the copies of the parameters, each with its own rows.
 
-    What the copies send each other is the sum alone, once, however often `function` itself adds up; the compiler, which
-    could wait with that too, does not. Inside, the compiler spreads over the other axes only.
+    The copies send each other only this sum, once, however often `function` itself adds up; left to itself, the
+    compiler would send every partial sum. Inside `function`, the compiler spreads over the other axes only.
 
     Args:
       rows: leaves [batch, ...], in as many equal parts as there are copies.
@@ -188,7 +189,7 @@ def inside_a_copy() -> bool:
 
 
 def _spread_by_compiler(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-    """These mesh axes but for those of `add_over_copies`, over which a function has its own part already."""
+    """These mesh axes without those of `add_over_copies`, over which a function already has its own part."""
     own = jax.sharding.get_abstract_mesh().manual_axes
     if isinstance(axes, tuple):
         return tuple(axis for axis in axes if axis not in own)
@@ -196,7 +197,7 @@ def _spread_by_compiler(axes: str | tuple[str, ...] | None) -> str | tuple[str, 
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-    """`x` held to these mesh axes, one entry per dimension."""
+    """`x` constrained to be sharded over these mesh axes, one entry per dimension."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*map(_spread_by_compiler, axes)))

@@ -4,7 +4,7 @@
     with processes.together():             # an error in one process ends them all
         ...
 
-Every process runs the same program; what one decides alone (a file that is there, a signal) the others must be told.
+Every process runs the same program; what only one process sees (a file, a signal) must be sent to the others.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def start(config: ProcessesConfig) -> None:
             try:
                 jax.distributed.initialize()
             except (ValueError, OSError) as error:  # jax finds no slice, or no server that could name one
-                if jax.process_count() > 1:  # the chips know better
+                if jax.process_count() > 1:  # but the chips know of other hosts
                     raise ProcessesError(
                         f"the other hosts of this slice were not found ({error}); start all {jax.process_count()} "
                         "again, or name them with --processes.coordinator, --processes.count and --processes.index"
@@ -62,7 +62,7 @@ def start(config: ProcessesConfig) -> None:
         return
     host, port = config.coordinator.rsplit(":", 1)
     if config.index == 0:
-        _check_free(int(port))  # jax ends in a segmentation fault where it is not
+        _check_free(int(port))  # jax ends in a segmentation fault where the port is taken
     else:
         _wait_for(host.strip("[]"), int(port), config.index)
     waiting = f"titans: process {config.index} waits for all {config.count} at {config.coordinator}, up to {PATIENCE} s"
@@ -115,7 +115,7 @@ def _wait_for(host: str, port: int, index: int) -> None:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Go on behind the `with` block only when every process got through it.
+    """Continue after the `with` block only if every process got through it.
 
     Raises:
       ProcessesError: another process failed in it.
@@ -135,10 +135,10 @@ def together() -> Iterator[None]:
 
 
 def check_same(values: dict[str, Any]) -> None:
-    """Refuse values, by their names, that are not the same for all processes.
+    """Refuse values, given by name, that are not the same in all processes.
 
     Raises:
-      ConfigError: names the first one that differs, and for whom.
+      ConfigError: names the first value that differs, and a process in which it does.
     """
     sums = np.array([zlib.crc32(repr(value).encode()) for value in values.values()], np.uint32)
     differs = multihost_utils.process_allgather(sums).reshape(-1, len(sums)) != sums
@@ -152,7 +152,7 @@ def check_same(values: dict[str, Any]) -> None:
 
 
 def make_shared_folder(folder: Path) -> None:
-    """Make a folder, and see that it is the same one for all processes.
+    """Make a folder, and check that it is the same one for all processes.
 
     Raises:
       ConfigError: some process sees another folder under that name.
@@ -182,7 +182,7 @@ def first_says(answer: bool) -> bool:
 
 
 def any_says(answer: bool) -> jax.Array:
-    """Whether any process says yes: a bool scalar, computed on the devices after what they were given before."""
+    """Whether any process says yes: a bool scalar, computed on the devices after the work they were given before."""
     mesh, compiled = _vote()
     place = NamedSharding(mesh, PartitionSpec("devices"))
     with jax.set_mesh(mesh):

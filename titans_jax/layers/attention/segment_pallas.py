@@ -1,9 +1,9 @@
 """Attention in a segment of MAC as a TPU kernel: token i sees [P | h_j, x_j for j <= i], in one softmax.
 
-Where h is not of tokens, it is a part of P, and x the only context.
-A step takes a row of the batch and the heads that fill the lanes, side by side as they lie in memory, and goes through
-them some queries at a time, against the keys up to the last of these. Logits never leave VMEM, and only the inputs are
-kept for the backward pass: the gradient is `jax.vjp` of the same queries, whose softmax is recomputed.
+With learned queries (`mac_long_term`) h is a part of P, and x the only context. A step takes a row of the batch and as
+many heads as fill the lanes, side by side as they lie in memory. It takes some queries at a time, against the keys up
+to the last of these. Logits never leave VMEM, and only the inputs are kept for the backward pass: the gradient is
+`jax.vjp` of the same queries, whose softmax is recomputed.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _attend(
     """Outputs [q, lanes] of queries from `start` on, which see those rows [.., lanes] of the past; all float32."""
     heads = queries.shape[1] // head_dim
     head = _iota((1, queries.shape[1]), 1) // head_dim
-    # A head's numbers among zeros: over all lanes, products cost a matrix unit what they cost over a head's own.
+    # One head's numbers, and zeros in all other lanes: for a matrix unit, products over all lanes cost as much.
     own = [jnp.where(head == h, 1.0, 0.0) for h in range(heads)]
     by_head = jnp.concatenate([queries * (head_dim**-0.5 * lanes) for lanes in own])  # one head below the other
     shape = (len(queries), len(past[0].keys))

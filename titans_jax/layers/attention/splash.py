@@ -25,8 +25,9 @@ PADDING = -1
 """Document id of rows that do not exist."""
 
 MASKED_QUERIES, MASKED_KEYS = 512, 1152
-"""Queries of one step under a mask, and keys up to which it takes them all: a segment of MAC with up to 128 persistent
-tokens. Then one backward kernel does: 1.6 times fewer cycles than in blocks of 512 x 384 (v5e)."""
+"""Queries of one step under a mask, and the most keys that it takes as one block: those of a MAC segment with up to 128
+persistent tokens. With one block of keys, one backward kernel is enough: 1.6 times fewer cycles than in blocks of 512 x
+384 (v5e)."""
 
 
 class Prefix(NamedTuple):
