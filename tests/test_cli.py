@@ -280,7 +280,7 @@ def test_models_can_be_read_at_80_columns(capsys, monkeypatch):
     assert words[80] == words[400]
     assert set(PRESETS) <= set(words[80])
     others = "mesa, omeganet, memora, atlas, lact"
-    assert f"fused for all but {others}; chunked for {others}." in " ".join(printed[80].split())
+    assert f"fused for all but {others}; chunked for {others} Memory" in " ".join(printed[80].split())
 
 
 def test_bools_are_flags_or_take_a_value():

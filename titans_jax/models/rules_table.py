@@ -41,18 +41,19 @@ def print_rules() -> None:
         )
     console = Console()
     console.print(table)
-    console.print(
-        f"\nfloats: what a head of width {HEAD_DIM} carries from token to token. exact: every form gives the "
-        "token-by-token rule; the others give that of chunks. Below a retention, its gates: one a matrix, or of "
-        f"channels. Forms that run them all: {', '.join(form for form in FORMS if form != 'fused')}; what auto is on "
-        f"a TPU: {'; '.join(f'{form} for {_names(names, PRESETS)}' for form, names in forms.items())}. "
-        "Read together with what it was at the ends of earlier segments, all or logarithmically many "
-        f"(model.memory.caching: {', '.join(AGGREGATIONS)}; model.memory.cache_segmentation), can be: "
-        f"{_able(cache_aggregation, caching='average')}. Any that has "
-        "chunks can be the global memory, with local ones that restart every shard (TNT; model.memory.local_chunks). "
-        "Kept in parts by how long ago they were written (log-linear attention; model.memory.log_linear_levels): "
-        f"{_able(check_levels, log_linear_levels=1)}."
+    on_tpu = "; ".join(f"{form} for {_names(names, PRESETS)}" for form, names in forms.items())
+    everywhere = ", ".join(form for form in FORMS if form != "fused")
+    notes = (
+        f"floats: size of the memory of one head of width {HEAD_DIM}",
+        "exact: all forms give the token-by-token rule; other rules are defined by chunks (model.memory.chunk_size)",
+        "retention: its gates stand below it, one per fast matrix or one per channel",
+        f"model.memory.form: every rule runs as {everywhere}; auto on a TPU is {on_tpu}",
+        f"Memory Caching (model.memory.caching {', '.join(AGGREGATIONS)}; model.memory.cache_segmentation): "
+        f"{_able(cache_aggregation, caching='average')}",
+        "TNT (model.memory.local_chunks, model.memory.shard): all that are defined by chunks",
+        f"log-linear attention (model.memory.log_linear_levels): {_able(check_levels, log_linear_levels=1)}",
     )
+    console.print("", *notes, sep="\n")
 
 
 def _words(choice: Any) -> list[str]:
