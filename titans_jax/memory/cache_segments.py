@@ -1,15 +1,15 @@
 """Memory Caching: which of the kept memories a token reads, and in which slots streaming keeps them.
 
-A memory is kept at the end of every segment of `cache_segment` tokens; that of end e has read e segments. After s whole
-segments, in the open one, a token reads
+A memory is kept at the end of every segment of `cache_segment` tokens; the one kept at end e has read e segments. After
+s whole segments, a token of the open one reads the memories kept at
 
     constant       every end 1 .. s
     logarithmic    the ends of the pieces into which the binary expansion of s cuts what was read: 13 = 8 + 4 + 1, so
                    8, 12 and 13, at most log2(s) + 1
 
 (arXiv 2602.24281, from secondary notes: memory/later_models.md, Memory Caching). In logarithmic segments the piece that
-ends at e = 2^j (2 i + 1) is 2^j segments long, and is one of the cut exactly where 0 <= s - e < 2^j. So no two of a
-level j are ever read together: slot j holds the last one, and is read where bit j of s is set.
+ends at e = 2^j (2 i + 1) is 2^j segments long, and is one of the pieces exactly while 0 <= s - e < 2^j. So no two
+pieces of one level j are ever read together: slot j holds the last one, and is read where bit j of s is set.
 
 Pure functions on arrays of one sequence; callers vmap over batch. Shapes: n kept memories, s segments.
 """
@@ -24,15 +24,19 @@ import jax.numpy as jnp
 
 
 class Levels(NamedTuple):
-    """Segments of a row that read one memory each, level by level, int32 [levels, readers]: a segment's number, and
-    that of the kept memory that its tokens read. Where there is none, a segment's number is how many there are."""
+    """Which segments of a row read which kept memory, level by level, int32 [levels, readers].
+
+    segments: numbers of segments; an unused place holds the number of segments in the row. memories: the number of the
+    kept memory that the tokens of each segment read.
+    """
 
     segments: jax.Array
     memories: jax.Array
 
 
 class Extended(NamedTuple):
-    """Slots [slots, ...] after more ends; all that tokens on the way to there may read [n, ...], and its ends [n]."""
+    """slots: the slots [slots, ...] after more segments have ended. kept: all kept memories that tokens up to there may
+    read, [n, ...]. ends: their ends [n]."""
 
     slots: Any
     kept: Any
@@ -40,19 +44,19 @@ class Extended(NamedTuple):
 
 
 class CacheSegments(abc.ABC):
-    """A way to cut what was read; 0 stands for no end."""
+    """A way to cut the text read so far into pieces. Ends are counted from 1; 0 stands for no end."""
 
     @abc.abstractmethod
     def count(self, segments: int) -> int:
-        """How many kept memories are read after so many whole segments."""
+        """How many kept memories are read after `segments` whole segments."""
 
     @abc.abstractmethod
     def slots(self, segments: int) -> int:
-        """Slots that a state needs to read after up to so many whole segments."""
+        """How many slots a state needs for reads after up to `segments` whole segments."""
 
     @abc.abstractmethod
     def room(self, slots: int) -> int:
-        """The most whole segments after which so many slots hold all that is read."""
+        """The most whole segments after which `slots` slots still hold all memories that are read."""
 
     @abc.abstractmethod
     def slot(self, end: jax.Array) -> jax.Array:
@@ -60,27 +64,32 @@ class CacheSegments(abc.ABC):
 
     @abc.abstractmethod
     def held(self, segments: jax.Array, slots: int) -> jax.Array:
-        """The ends that are read after so many segments, by their slots, int32 [slots]."""
+        """The end that is read from each slot after `segments` segments, int32 [slots], 0 where none is."""
 
     @abc.abstractmethod
     def read(self, ends: jax.Array, segments: jax.Array) -> jax.Array:
-        """Whether an end is read after so many segments, bool."""
+        """Whether an end is read after `segments` segments, bool."""
 
     @abc.abstractmethod
     def means(self, before: jax.Array, means: jax.Array, ends: jax.Array) -> jax.Array:
-        """The mean inputs of the pieces that end with segments whose own ones are `means` [n, dim], which end at `ends`
-        [n], one after the other; before: those in slots until then [slots, dim]."""
+        """The mean inputs [n, dim] of the pieces that end with n segments which follow each other.
+
+        before: mean inputs of the pieces in the slots so far, [slots, dim]. means: mean inputs of the segments
+        themselves, [n, dim]. ends: the segments' ends, [n].
+        """
 
     @abc.abstractmethod
     def extend(self, slots: Any, new: Any, segments: jax.Array) -> Extended:
-        """Slots [slots, ...] after so many segments, and n new ends [n, ...] that follow."""
+        """Add the memories kept at the n ends that follow, new [n, ...], to the slots [slots, ...] after `segments`
+        segments."""
 
     @abc.abstractmethod
     def levels(self, read: jax.Array, ends: jax.Array, slots: int, first: bool) -> Levels | None:
-        """How the segments of a row read kept memories of these ends [n], as `read` [s, n] says, where every segment
-        reads at most one of each slot; None where one reads all before it.
+        """Which segments of a row read which of the memories kept at `ends` [n], where every segment reads at most one
+        memory of each slot; None where a segment reads all memories before it.
 
-        first: whether all documents of the row begin in it: half of its segments at most then read one of a slot.
+        read: bool [s, n], which memories each segment reads. first: whether all documents of the row begin in it: then
+        at most half of its segments read a memory of one slot.
         """
 
 
@@ -143,7 +152,7 @@ class Logarithmic(CacheSegments):
         return (since >= 0) & (since < (ends & -ends))
 
     def means(self, before: jax.Array, means: jax.Array, ends: jax.Array) -> jax.Array:
-        """2^j segments are the last one and the pieces of 1, 2, .. 2^(j-1) segments before it, which slots hold."""
+        """A piece of 2^j segments is the last one and the pieces of 1, 2, .. 2^(j-1) segments before it, in slots."""
         levels = jnp.arange(len(before), dtype=jnp.int32)
         lengths = (1 << levels).astype(means.dtype)[:, None]
 
@@ -165,7 +174,8 @@ class Logarithmic(CacheSegments):
         return Extended(jax.tree.map(lambda x: x[places], kept), kept, ends)
 
     def levels(self, read: jax.Array, ends: jax.Array, slots: int, first: bool) -> Levels:
-        """Those whose bit is set, in the order of a row. Of numbers from 0 on, half of them at most have a bit set."""
+        """For each slot the segments whose number has its bit set, in the order of the row. Among the numbers from 0
+        on, at most half have a given bit set."""
         readers = len(read) // 2 if first else len(read)
 
         def level(number: jax.Array) -> Levels:
@@ -179,4 +189,4 @@ class Logarithmic(CacheSegments):
 
 
 CACHE_SEGMENTS: dict[str, CacheSegments] = {"constant": Constant(), "logarithmic": Logarithmic()}
-"""Ways to cut what was read, by the value of the configuration's `memory.cache_segmentation`."""
+"""Ways to cut the text read so far, by the value of the configuration's `memory.cache_segmentation`."""

@@ -1,4 +1,4 @@
-"""Memory Caching (arXiv 2602.24281): a memory that is read together with what it was at the ends of earlier segments.
+"""Memory Caching (arXiv 2602.24281): a memory that is read together with copies of it kept at earlier segments' ends.
 
 The equations are taken from secondary notes of the paper that agree, not from its text (memory/later_models.md, Memory
 Caching). In the s-th segment token t is answered by the memories M(i) that were kept at the ends of the segments before
@@ -7,12 +7,12 @@ its own, and by the running memory M_t(s):
     residual    y_t = M_t(s)(q_t) + sum_{i<s} M(i)(q_t)                                        eq 7
     gated       y_t = g_t(s) M_t(s)(q_t) + sum_{i<s} g_t(i) M(i)(q_t)                          eq 9
                 g_t = softmax over i <= s of <u_t, mean of segment i>                          eq 10
-    soup        the same of weights: the memory whose weights are sum_i g_t(i) W(i), read once   eq 14-15
+    soup        the same for weights: the memory with the weights sum_i g_t(i) W(i), read once   eq 14-15
     sparse      gated, with the k kept memories of the largest <u, mean of segment i>          eq 16-17
 
-An aggregation is a class that says the shares of the memories in an answer; adding one touches nothing else. What reads
-is pure functions on arrays, one head of one sequence; callers vmap over batch and heads. Which kept memories there are
-for a token, all of them or logarithmically many, is cache_segments.py.
+An aggregation is a class that computes each memory's share of an answer; adding one touches nothing else. The reads
+are pure functions on arrays, one head of one sequence; callers vmap over batch and heads. Which kept memories a token
+reads, all of them or logarithmically many, is decided in cache_segments.py.
 
 Shapes: t tokens, d head_dim, n kept memories.
 """
@@ -44,10 +44,10 @@ register_aggregation = AGGREGATIONS.register
 
 @dataclasses.dataclass(frozen=True)
 class Aggregation(abc.ABC):
-    """How much each memory has of an answer. An aggregation declares:
+    """How large a share each memory has in an answer. An aggregation declares:
 
-    scored: shares are made of scores, for which the layer learns a projection. of_weights: what is averaged are the
-    kept memories' weights, not their answers. most: how many kept memories have a share at most; None is all.
+    scored: shares are computed from scores, for which the layer learns a projection. of_weights: the kept memories'
+    weights are averaged, not their answers. most: the most kept memories that can have a share; None: all.
     """
 
     scored = False
@@ -56,12 +56,12 @@ class Aggregation(abc.ABC):
 
     @abc.abstractmethod
     def shares(self, scores: jax.Array, opening: jax.Array, visible: jax.Array) -> jax.Array:
-        """[..., t, n + 1], 0 where not visible; the last column is the running memory.
+        """Shares [..., t, n + 1], 0 where not visible; the last column is the running memory's.
 
         Args:
           scores: <u_t, mean of the segment> [..., t, n + 1]; zeros where the aggregation is not scored.
-          opening: the scores of kept memories by the first token of t's chunk, [..., t, n].
-          visible: bool [..., t, n + 1], the memories that a token may be answered by; its running one always.
+          opening: the scores that the first token of t's chunk gives to the kept memories, [..., t, n].
+          visible: bool [..., t, n + 1], which memories may answer a token; the running one always may.
         """
 
 
@@ -89,7 +89,7 @@ class Average(Aggregation):
 @register_aggregation()
 @dataclasses.dataclass(frozen=True)
 class Gated(Aggregation):
-    """Answers by a softmax of scores (eq 9-10)."""
+    """Answers averaged by a softmax of scores (eq 9-10)."""
 
     scored = True
 
@@ -100,7 +100,7 @@ class Gated(Aggregation):
 @register_aggregation()
 @dataclasses.dataclass(frozen=True)
 class Soup(Gated):
-    """Weights by a softmax of scores (eq 14-15); of a linear memory the same as `gated`."""
+    """Weights averaged by a softmax of scores (eq 14-15); for a linear memory the same as `gated`."""
 
     of_weights = True
 
@@ -108,10 +108,10 @@ class Soup(Gated):
 @register_aggregation()
 @dataclasses.dataclass(frozen=True)
 class Sparse(Gated):
-    """`Gated` with the k kept memories of the best scores only, and the running one (eq 16-17).
+    """`Gated` with only the k kept memories of the best scores, and the running one (eq 16-17).
 
     They are chosen once a chunk, by its first token, so that a block of queries reads the same memories: a deviation.
-    The paper chooses token by token, as it is here where every token is a chunk.
+    The paper chooses them token by token, which is the same where every token is a chunk.
     """
 
     k: int = 4
@@ -146,17 +146,19 @@ def read_together(
 ) -> jax.Array:
     """The answers of kept memories and of the running one together, [t, d] in the state's dtype.
 
-    No form makes the running memory's weights token by token, so where weights are averaged they are those of the kept
-    memories, and the running one has its share of the answer: a deviation, but for linear memories, where both agree.
+    No form computes the running memory's weights for every token. So where weights are averaged, only those of the kept
+    memories are, and the running memory's answer is added with its share: a deviation, except for linear memories,
+    where both agree.
 
     Args:
       kept: fast weights as they are read, [n, in, out] of every fast matrix.
       shares: [t, n + 1], the last those of the running memory.
       queries: [t, d]; their dtype is that of operands.
       running: the running memory's reads, [t, d].
-      segment: tokens of a segment, where the queries are a whole row and kept are the ends of its own segments, of
-        which a token's shares are 0 but before its segment: then only these are read. None reads all.
-      levels: which of kept the segments of these queries read, where it is one of a level, not all before them.
+      segment: tokens of a segment, where the queries are a whole row and `kept` holds the memories at the ends of the
+        row's own segments: then a token reads only those before its own segment; its other shares must be 0. None: all
+        are read.
+      levels: which kept memories the segments of these queries read, where they read one of each level, not all before.
     """
     past, now = shares[:, :-1], shares[:, -1:]
     if not aggregation.of_weights:
@@ -186,9 +188,9 @@ def sum_over_kept(
 ) -> jax.Array:
     """sum_i shares[t, i] function(kept_i, rows)_t, [t, ...], of rows [t, ...], kept [n, ...] and shares [t, n].
 
-    segment, levels: as in `read_together`. With a segment alone, segments are halved again and again: every token of a
-    later half reads all ends of the earlier one, at every level in one batch, so that nothing is computed for what
-    comes later, to be dropped.
+    segment, levels: as in `read_together`. With `segment` but no `levels`, segments are halved again and again: every
+    token of a later half reads all memories of the earlier one, in one batch per level, so that no read of a later
+    memory is computed only to be dropped.
     """
     if segment is None:
         return _weighted_sum(function, kept, rows, shares)
@@ -218,7 +220,7 @@ def _sum_over_levels(
     segment: int,
     levels: Levels,
 ) -> jax.Array:
-    """`sum_over_kept` where a segment reads at most one memory of a level: only its readers are computed."""
+    """`sum_over_kept` where a segment reads at most one memory of a level: only segments that read one are computed."""
     count = -(-len(rows) // segment)
     cut = lambda x: to_blocks(segment, _fit(x, count * segment))  # noqa: E731
 
@@ -242,7 +244,7 @@ def _sum_over_levels(
 def _weighted_sum(
     function: Callable[[Any, jax.Array], jax.Array], kept: Any, rows: jax.Array, shares: jax.Array
 ) -> jax.Array:
-    """`sum_over_kept` of all, one after the other: what is inside the memories is never there for several of them."""
+    """`sum_over_kept` of all memories, one after the other: only one memory's intermediate values exist at a time."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def add(total: jax.Array, one: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
@@ -254,5 +256,5 @@ def _weighted_sum(
 
 
 def _fit(x: jax.Array, count: int) -> jax.Array:
-    """The first `count` of x [n, ...], zeros where there are fewer."""
+    """The first `count` rows of x [n, ...], with zeros behind where there are fewer."""
     return jnp.pad(x[:count], [(0, max(0, count - len(x)))] + [(0, 0)] * (x.ndim - 1))

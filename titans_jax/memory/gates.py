@@ -1,4 +1,4 @@
-"""What every token tells the memory: how much to keep, how far to step."""
+"""The gates of every token: how much the memory keeps, how far it steps."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from titans_jax.ops.matmul import to_state_dtype
 SMALLEST_RETENTION = 1e-30
 
 CHANNEL_GATES = ("log_key_retention", "log_value_retention", "key_step_size", "value_step_size", "erase")
-"""The fields of `Gates` that hold a number of every channel."""
+"""The fields of `Gates` that hold one number per channel."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gates:
-    """What every token tells the memory: how much to keep, how much past surprise to keep, how far to step.
+    """The gates of every token: how much the memory keeps, how much past surprise it keeps, how far it steps.
 
     log_retention = log(1 - alpha) <= 0 (-inf allowed), log_momentum = log(eta) <= 0, step_size = theta >= 0, each
     [time] or [time, matrices] (one set per fast matrix, later text of Titans; memory/README.md, Gates). log_momentum is
     None for gradient descent. mask: [time] bool, False marks padding, which changes nothing; padding may only follow a
-    document's last token. bias_gate: [time] or [time, head_dim], what the attentional bias calls its own (the delta of
+    document's last token. bias_gate: [time] or [time, head_dim], a parameter of the attentional bias (the delta of
     Huber).
 
     Channel-wise factors, each [time, head_dim] or None: log_key_retention acts on the inputs of the first fast matrix,
     log_value_retention on the outputs of the last one (for a linear memory, rows and columns of the same matrix), and
-    key_step_size, value_step_size multiply the step there. erase, of a linear memory alone, multiplies the key that a
-    token's error is taken with, and not the key that is written: what of the memory is erased is another part than what
-    is written (Gated DeltaNet-2, arXiv 2605.22791).
+    key_step_size, value_step_size multiply the step there. erase, for linear memories only, multiplies the key with
+    which a token's error is computed, but not the key that is written, so that the part of the memory that is erased
+    can differ from the part that is written (Gated DeltaNet-2, arXiv 2605.22791).
 
-    window_weight: gamma in [0, 1], [time, window - 1], of an algorithm with a window: entry j - 1 of token t weighs the
-    step of token t - j in that of token t, whose own weight is 1 (ATLAS, arXiv 2505.23735); None for all others.
+    window_weight: gamma in [0, 1], [time, window - 1], for an algorithm with a window: entry j - 1 of token t weighs
+    theta u of token t - j in the step of token t, whose own weight is 1 (ATLAS, arXiv 2505.23735); else None.
 
     With n inner steps per token, step_size is [time, n] or [time, n, matrices], the channel-wise step sizes and erase
     [time, n, head_dim], bias_gate [time, n] or [time, n, head_dim]; retention acts once, with the first step.
@@ -79,7 +79,7 @@ class Gates:
         return cls(log(1 - forget), log_momentum, step_size, mask, window_weight=window_weight)
 
     def scalars(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """(log_retention, log_momentum, step_size), the leaves that weigh tokens."""
+        """(log_retention, log_momentum, step_size), the gates of a whole token."""
         return self.log_retention, self.log_momentum, self.step_size
 
     @property
@@ -99,8 +99,8 @@ def check_range(name: str, x: jax.Array | None, most: float) -> None:
 
 
 def complete_gates(rule: MemoryRule, gates: Gates, keys: jax.Array, matrices: int, dtype) -> Gates:
-    """Gates in the state's dtype: scalars [time, matrices], momentum only where the algorithm has it, the bias's own
-    [time, 1 or head_dim], and the algorithm's step size."""
+    """Gates in the state's dtype: scalars [time, matrices], momentum only where the algorithm has it, bias_gate [time,
+    1 or head_dim], and the step sizes that the algorithm makes of the given ones."""
 
     def full(x, width):
         if x is None:

@@ -42,7 +42,7 @@ FORMS: dict[str, Form] = {
     "chunked": chunked.memorize,
     "fused": entry.memorize,
 }
-"""How a rule is run, by name; equal to rounding."""
+"""Ways to run a rule, by name; their results are equal up to rounding."""
 
 
 def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
@@ -50,7 +50,7 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
 
     Start weights are normal with standard deviation 1/sqrt(in), or what the retention carries for such weights; the
     last matrix is never zero, as the norm behind it would then multiply gradients by 1/sqrt(epsilon). A rule without a
-    learned start has zeros, which are no parameters.
+    learned start has zeros, which are not trained.
 
     Raises ValueError for a head_dim that is no integer of 1 or more.
     """
@@ -66,8 +66,8 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
 
 
 def init_state(rule: MemoryRule, params: Params) -> MemoryState:
-    """The state before the first token: the start weights (of a rule that forgets to them: no change since), no
-    momentum, an empty chunk, no tokens in the window."""
+    """The state before the first token: the start weights (or, for a rule that forgets to them, zeros for the change
+    since), no momentum, an empty chunk, no tokens in the window."""
     weights = tuple(w.astype(state_dtype(w.dtype)) for w in params["weights"])
     zeros = tuple(jnp.zeros_like(w) for w in weights)
     weights, momentum = zeros if rule.forget_to_start else weights, zeros if rule.algorithm.has_momentum else ()
@@ -83,8 +83,8 @@ def start_chunk(state: MemoryState) -> MemoryState:
 
 
 def choose_form(form: str, rule: MemoryRule, gates: Gates, backend: Backend | None = None) -> str:
-    """What "auto" stands for on a backend (default: the target's): the fused kernel where the backend compiles kernels
-    and one runs the rule with these gates and pays, else the chunked form."""
+    """The form that "auto" stands for on a backend (default: the target's): "fused" where the backend compiles kernels
+    and one runs the rule with these gates faster (`entry.pays`), else "chunked". Other names are returned as given."""
     if form != "auto":
         return form
     backend = backend or current_backend()
@@ -116,15 +116,16 @@ def memorize(
       inner steps a token, keys and values are [time, n, head_dim]; queries may be too, and then every inner step has
       a read of its own, [time, n, head_dim].
     gates: see `Gates`.
-    form: "recurrent" | "associative" | "chunked" | "fused", equal to rounding, or "auto" (see `choose_form`).
+    form: "recurrent" | "associative" | "chunked" | "fused", equal up to rounding, or "auto" (see `choose_form`).
     resets: bool [time], True at a document's first token, before which the state becomes `initial_state` (default:
       `init_state(rule, params)`) and a chunk starts. In the associative, chunked and fused forms a reset must fall on a
       chunk's start, and padding (`gates.mask`) may only be followed by a reset: otherwise all reads are NaN, never
       silently wrong.
     return_surprise: also return every token's `Surprise`.
-    return_anchor: False where the state will not be read on inside a chunk: its anchor is None, and no kernel keeps it.
-    rematerialised: True where a model repeats all but the reads for its gradient: a kernel's states between chunks are
-      then computed again too, not stored.
+    return_anchor: False where no sequence will be continued from the state inside a chunk: its anchor is then None, and
+      no kernel keeps it.
+    rematerialised: True where a model recomputes all but the reads in its backward pass: a kernel's states between
+      chunks are then recomputed too, not stored.
 
     Returns (reads [time, head_dim] in the state's dtype, state after the last token), and the surprise on request. The
     read of token t sees the writes of tokens up to t and none later. Splitting a sequence anywhere and passing the

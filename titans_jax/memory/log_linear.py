@@ -3,15 +3,15 @@
     y_t = sum_l scale_t,l q_t W_t,l ,   W_t,l what the tokens of level l have written
 
 Level 0 is token t itself. Of the tokens before it, level l has those whose numbers, counted from the document's start,
-first differ from t's in bit l - 1: the pieces that t's binary expansion cuts them into, each 1, 2, 4, .. tokens long (a
-Fenwick tree). The last level has all that are older, too. Every part goes through what every token does to a memory,
-forgetting and the delta rule's erasing, so that with scales of 1 they sum to what the memory without levels reads.
+differ from t in bit l - 1 and in no higher bit: the pieces that t's binary expansion cuts them into, each 1, 2, 4, ..
+tokens long (a Fenwick tree). The last level also has all older tokens. A token does to every part what it does to a
+memory (forgetting, the delta rule's erasing), so that with scales of 1 the sum is what the memory without levels reads.
 
-A memory that starts from zero is linear in its values. So `memorize` itself says what a block of tokens does to any
-values, when it is given one-hot ones, and to any memory, when it is given the identity: in any form, for all blocks at
-once. What is left is a scan over blocks with a few products for all levels.
+A memory that starts from zero is linear in its values. So `memorize` itself computes how a block of tokens acts: on any
+values, from its result for one-hot values, and on any memory, from its result for the identity, in any form and for all
+blocks at once. What remains is a scan over blocks with a few products for all levels.
 
-Shapes, one head of one sequence: t time, c tokens of a block, d head_dim, k levels but level 0.
+Shapes, one head of one sequence: t time, c tokens of a block, d head_dim, k levels without level 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 MOST_LEVELS = 31
-"""Positions are int32."""
+"""The most levels: positions are int32."""
 
 
 class Levels(NamedTuple):
@@ -45,13 +45,13 @@ class Levels(NamedTuple):
 
     @property
     def weights(self) -> Matrices:
-        """The memory that the parts, [.., k, in, out], are of."""
+        """The whole memory, the sum of its parts [.., k, in, out]."""
         return (jnp.sum(self.parts, axis=-3),)
 
 
 class Block(NamedTuple):
-    """What the tokens of a block do: they read q W + e V and leave p W + n V, for values V [c, d] and what was before
-    them W [d, d]. Where documents start in the block, W is for their tokens what a document starts with.
+    """How the tokens of a block act: they read q W + e V and leave p W + n V, for values V [c, d] and the memory before
+    them W [d, d]. For tokens of a document that starts in the block, W is the memory that documents start with.
 
     q [c, d], e [c, c], p [d, d], n [d, c].
     """
@@ -63,8 +63,8 @@ class Block(NamedTuple):
 
 
 def splits_into_levels(rule: MemoryRule) -> bool:
-    """Whether the rule's memory is linear in its values, one a token, each of which is a chunk, and has no other
-    state."""
+    """Whether the rule's memory starts from zero, is linear in its values, has one value a token and every token as a
+    chunk, and carries no momentum or statistics."""
     algorithm = rule.algorithm
     plain = rule.architecture.linear and rule.bias.affine and rule.retention.linear and rule.chunk_size == 1
     alone = algorithm.steps == 1 and not algorithm.has_momentum and not algorithm.keeps_statistics
@@ -87,15 +87,15 @@ def memorize_levels(
     start: Levels | None = None,
     rematerialised: bool = False,
 ) -> tuple[Float[Array, "time head_dim"], Levels]:
-    """Write every token and read after each write, every level by its scale.
+    """Write every token and read after each write, with every level weighted by its scale.
 
-    rule, params, queries, keys, values, gates, form, rematerialised: as of `memorize`, of a rule that
-      `splits_into_levels`, without gates of the values' channels.
+    rule, params, queries, keys, values, gates, form, rematerialised: as in `memorize`, for a rule that
+      `splits_into_levels`, without channel-wise gates of the values.
     scales: of the levels 0 to k, [time, k + 1].
     resets: bool [time], True at a document's first token, before which the state becomes `start` (None: empty, at
       position 0).
-    positions: int32 [time], how many tokens of its document are before each, those of `start` included; None counts on
-      from the state, and is for tokens without resets.
+    positions: int32 [time], how many tokens of its document are before each, those of `start` included; None, for
+      tokens without resets, counts on from the state's position.
 
     Returns (reads [time, head_dim] in the state's dtype, state after the last token). Splitting a sequence anywhere and
     passing the state on changes nothing.
@@ -140,7 +140,7 @@ def _block(
     form: str,
     rematerialised: bool,
 ) -> Block:
-    """What these tokens do, head_dim of them at most, whatever their values."""
+    """How these tokens act, at most head_dim of them, whatever their values are."""
     tokens, head_dim = values.shape
     dtype = params["weights"][0].dtype
 
@@ -173,7 +173,7 @@ def _read_and_write(
     reads = matmul(block.e * _scale_of(scales, levels), values, operand_dtype)
 
     def of_parts(before: Levels) -> jax.Array:
-        # Behind the position that parts were cut for, tokens see them in the same pieces, or in larger ones.
+        # For later tokens than the parts were cut for, a part belongs to the same level or to a higher one.
         seen = jnp.minimum(jnp.maximum(level, first_difference(positions, before.position)[None]), count)
         return jnp.sum(matmul(block.q[None], before.parts, operand_dtype) * _scale_of(scales, seen.T).T[..., None], 0)
 
@@ -186,7 +186,7 @@ def _read_and_write(
         first = Levels(jnp.zeros_like(state.parts), 0) if start is None else start
         before = jax.tree.map(lambda new, old: jnp.where(inside[-1], new, old), first, state)
     now = positions[-1] + 1
-    # Three passes: a state that is rounded with every block would forget by that.
+    # Three passes: rounding the state in every block would be a kind of forgetting.
     parts = matmul_three_pass(block.p[None], before.parts, operand_dtype)
     last, level = jnp.minimum(first_difference(now, before.position), count), level[..., None]
     joined = jnp.sum(jnp.where(level <= last, parts, 0), axis=0, keepdims=True)
@@ -197,13 +197,12 @@ def _read_and_write(
 
 
 def first_difference(one: jax.Array, other: jax.Array | int) -> jax.Array:
-    """How many bits are needed up to the highest that two numbers, int32 and not negative, differ in; 0 of equal
-    ones."""
+    """The highest bit in which two int32 numbers of 0 or more differ, the lowest bit being 1; 0 if they are equal."""
     return 32 - jax.lax.clz(jnp.asarray(one ^ other, jnp.int32))
 
 
 def _scale_of(scales: jax.Array, levels: jax.Array) -> jax.Array:
-    """scales[t, levels[t, ..]] of scales [c, levels], levels [c, any]: a choice among few, without a gather."""
+    """scales[t, levels[t, ..]], from scales [c, levels] and levels [c, any]: there are few, so this needs no gather."""
     found = jnp.zeros(levels.shape, scales.dtype)
     for level in range(scales.shape[1]):
         found = jnp.where(levels == level, scales[:, level, None], found)

@@ -1,4 +1,4 @@
-"""What a memory carries from token to token, and what each token cost it."""
+"""The state that a memory carries from token to token, and the surprise of each token."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class MemoryState:
     weights, momentum, anchor: one [in, out] matrix per fast weight, float32 (float64 when the inputs are); momentum is
     empty for an algorithm without it. weights are what the rule's retention carries: the fast weights themselves for
     `decay`, else an accumulator or logits, of which `readable_weights` makes the fast weights. anchor: the same at the
-    open chunk's start, where gradients are taken; None where it was not asked for, and such a state can only be read on
-    from where a chunk starts. position: inner steps of the open chunk already taken, from 0 to
-    chunk_size - 1; a Python int is static, the fast path. window: the last window - 1 tokens of an algorithm whose
-    steps sum several tokens' gradients, in the dtype of the matrices; None for all others. step_total: of an algorithm
-    that steps by chunks, the sum of the step sizes of the open chunk's tokens, [matrices]; None for all others.
+    open chunk's start, where gradients are taken; None where it was not asked for: from such a state a sequence can
+    only be continued at a chunk's start. position: inner steps of the open chunk already taken, from 0 to
+    chunk_size - 1; a Python int is static, the fast path. window: for an algorithm whose steps sum several tokens'
+    gradients, its last window - 1 tokens, in the dtype of the matrices; else None. step_total: for an algorithm that
+    steps by chunks, the sum of the step sizes of the open chunk's tokens, [matrices]; else None.
     """
 
     weights: tuple[Float[Array, "_ _"], ...]
@@ -56,7 +56,7 @@ class MemoryState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Surprise:
-    """What each token cost the memory at the anchor: its inner loss, and the norm of the loss's cotangent at the read.
+    """How wrong the memory at the anchor was for each token: the inner loss, and the norm of its cotangent at the read.
 
     loss, cotangent_norm: [time], in the dtype of the matrices, 0 at padding (Titans 3.1: the gradient is the momentary
     surprise).

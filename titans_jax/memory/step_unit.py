@@ -17,22 +17,23 @@ from titans_jax.memory.rule.rule import MemoryRule
 
 SAMPLES = 256
 ROUNDING = 1e-4
-"""The norm below which a gradient, of an error of 1 in every channel, is rounding."""
+"""A gradient with a norm below this, for an error of 1 in every channel, is only rounding error."""
 MOST_FLOATS = 1 << 25
-"""Weights of all the samples that are measured together."""
+"""The most weights, over all samples, that are measured together."""
 
 
 def error_removed(rule: MemoryRule, head_dim: int) -> float:
     """The share of a token's error that one write of step size 1 removes from a fresh memory.
 
-    A step theta against the gradient of the bias by the weights moves what is carried, and with it the read, by
-    -theta B c: B = J D J^T, J the derivative of the read by the weights, D that of the weights by what is carried, and
-    c the cotangent of the read, of an error of 1 or -1 in every channel (derived; for l2, c is the error). The mean
-    over random starts, unit keys and signs, the same ones every time, and rounded to three digits, so that all machines
-    have the same number. A bias whose cotangent does not depend on the error counts as l2.
+    A step theta against the gradient of the bias by the weights moves the carried matrices, and through them the read
+    by -theta B c: B = J D J^T, J the derivative of the read by the weights, D that of the weights by the carried
+    matrices, and c the cotangent of the read for an error of 1 or -1 in every channel (derived; for l2, c is the
+    error). The result is the mean over random starts, unit keys and signs, the same ones every time, rounded to three
+    digits, so that all machines have the same number. A bias whose cotangent does not depend on the error counts as l2.
 
-    A rule that steps by chunks steps by theta times a direction: its share is that of errors of 1, as far as the
-    direction of one token's gradient leads. Of a chunk's tokens whose gradients are at right angles each loses as much.
+    A rule that steps by chunks takes a step of theta times a direction, whatever the size of the error: its share is
+    that of an error of 1 or -1, for the direction of one token's gradient. Where the gradients of a chunk's tokens are
+    orthogonal, every token loses that share.
     """
     direction = rule.algorithm.direction if rule.algorithm.steps_by_chunk else None
     if rule.algorithm.descends:
@@ -63,8 +64,8 @@ def _error_removed(rule: MemoryRule, direction: Callable | None, head_dim: int) 
         step = surprise if direction is None else tuple(direction(u, u.dtype) for u in surprise)
         _, removed = jax.jvp(moved, (params["weights"],), (step,))
         share = jnp.vdot(error, removed) / head_dim
-        # An error that is the same in all channels is one that a norm takes out. Its gradient is rounding alone, which
-        # unoptimised code may make twice, not alike, so that it has no direction, nor a norm to divide it by.
+        # A norm takes out an error that is the same in all channels. Its gradient is then only rounding error, and may
+        # differ where unoptimised code computes it twice: it has no direction, nor a norm to divide it by.
         size = sum(jnp.sum(jnp.square(u)) for u in surprise)
         return jnp.where(size > ROUNDING**2, share, 0)
 
@@ -75,6 +76,6 @@ def _error_removed(rule: MemoryRule, direction: Callable | None, head_dim: int) 
         samples = jax.random.split(jax.random.key(0), SAMPLES)
         return float(jnp.mean(jax.jit(lambda samples: jax.lax.map(one, samples, batch_size=together))(samples)))
 
-    # In a thread of its own, which neither what the caller traces reaches nor its mesh, whose devices may be elsewhere.
+    # In a thread of its own, which the caller's trace and mesh do not reach: the mesh's devices may be elsewhere.
     with ThreadPoolExecutor(1) as thread:
         return float(f"{thread.submit(mean).result():.3g}")

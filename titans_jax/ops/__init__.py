@@ -1,1 +1,1 @@
-"""Numerics that know no memory: matrix products, triangular systems, channel-wise decay, blocks of a TPU kernel."""
+"""Numerics that the memory is built on: matrix products, triangular systems, channel-wise decay, TPU kernel blocks."""

@@ -1,6 +1,6 @@
 """What differs between machines that run the same formulas: one `Backend` each, chosen once at the entry of a form.
 
-A backend never changes what is computed beyond rounding. A new one (a GPU's own, say) is one more object here.
+A backend changes no result beyond rounding. A new one (a GPU's own, say) is one more object here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from titans_jax.ops.platform import LANES, target_platform
 
 
 class BlockSize(NamedTuple):
-    """tokens: of a block, which one triangular solve takes at once. group: blocks that are prepared together, and
-    rematerialised together in the backward pass."""
+    """tokens: how many tokens a block has, which one triangular solve takes at once. group: how many blocks are
+    prepared together, and rematerialised together in the backward pass."""
 
     tokens: int
     group: int
@@ -29,17 +29,16 @@ class Backend:
 
     name: "cpu", "gpu", "tpu" (XLA's programs) or "pallas" (inside a TPU kernel).
     pallas: whether Pallas TPU kernels compile for it.
-    decay_tile: tokens of a tile in which products of gates are made; None makes a whole block at once.
-    delta_rule, gated_delta_rule: how a linear memory's tokens are cut, with scalar gates and with gates of every
-      channel.
-    read_tile: tokens of a tile in which a read of many products is done; None reads a whole chunk at once.
-    number_lanes: width of the row that a number which scales a matrix fills: a kernel has no scalars.
+    decay_tile: tokens of a tile in which products of gates are computed; None: a whole block at once.
+    delta_rule, gated_delta_rule: block sizes of a linear memory with scalar gates, and with channel-wise gates.
+    read_tile: tokens of a tile in which a read that takes many products is done; None: a whole chunk at once.
+    number_lanes: width of the row that holds a number by which a matrix is scaled: a kernel has no scalars.
     broadcast_column: (column [n, 1], width) -> [n, width].
     weighted_outer_products: see `matmul.weighted_outer_products`.
     inverse: (strictly lower [n, n], operand dtype) -> (I + lower)^-1.
     channel_decay: (log gates [tokens, channels], visible or None) -> an object with the methods of
       `channel_decay.ChannelDecay`.
-    missing: operations that it has not, by the names that the `operations` of a rule's parts use.
+    missing: operations that the backend lacks, by the names used in the `operations` of a rule's parts.
     """
 
     name: str
@@ -64,9 +63,9 @@ TPU = Backend(
     inverse=solve_tril.inverse,
     channel_decay=channel_decay.ChannelDecay,
 )
-# Small tiles take fewer exponentials; a TPU's lanes are not filled by one.
+# Small tiles take fewer exponentials; on a TPU they would not fill the lanes.
 GPU = dataclasses.replace(TPU, name="gpu", pallas=False, decay_tile=16)
-# Shorter blocks are what a core's cache holds. Channels that decay apart take work at every halving of a block.
+# A core's cache holds shorter blocks only. Channel-wise decay takes work at every halving of a block: shorter still.
 CPU = dataclasses.replace(
     GPU,
     name="cpu",
@@ -90,5 +89,5 @@ PALLAS = Backend(
 
 
 def current_backend() -> Backend:
-    """The backend of XLA's programs for what the program that is being traced will run on."""
+    """The XLA backend (not that of a kernel) for the platform that the program being traced will run on."""
     return {"cpu": CPU, "gpu": GPU, "tpu": TPU}[target_platform()]

@@ -1,4 +1,4 @@
-"""Roots by halving a bracket: as many steps for any function, and so one program."""
+"""Roots by bisection, in a fixed number of steps: one program whatever the function's values are."""
 
 from collections.abc import Callable
 

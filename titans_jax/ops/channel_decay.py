@@ -2,11 +2,10 @@
 
 See memory/README.md, Channel-wise retention; `channel_decay_pallas` is the same inside a TPU kernel.
 
-What is left at token t of token i is exp of the log gates summed from i + 1 to t. Taken apart at the first token, its
-two factors overflow (0.5^-64); taken apart at a token between i and t, both are at most 1. So a later half of tokens
-reads the earlier one through the border between them, exactly and by a matrix product, at every level of
-`recursive_blocks`.
-Sums of gates are matrix products too, with a 0/1 matrix, and subtract nothing.
+The share of token i that is left at token t is exp of the sum of the log gates from i + 1 to t. Split into two factors
+at the first token, one of them overflows (0.5^-64); split at a token between i and t, both are at most 1. So a later
+half of tokens reads the earlier one through the border between them, exactly and by a matrix product, at every level of
+`recursive_blocks`. Sums of log gates are matrix products too, with a 0/1 matrix: nothing is subtracted.
 """
 
 from __future__ import annotations
@@ -24,16 +23,18 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
 
 LOG_CUT = -30.0
-"""A gate below exp(-30), about 1e-13, cuts: nothing from before it survives it. Products across a cut are exactly 0,
-and those on either side keep full precision because the cut never enters a cumulative sum (a -inf or a -87 would)."""
+"""A scalar gate below exp(-30), about 1e-13, is a cut: nothing from before it survives. Products across a cut are
+exactly 0, and those on either side keep full precision because the cut never enters a cumulative sum, where -inf would
+make later differences NaN and -87 would cost them digits. Channel-wise gates are clipped here instead (`clipped`)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChannelDecay:
-    """What log gates [tokens, channels] of a block, at least LOG_CUT and 0 at padding, leave of every channel.
+    """How much the gates of a block leave of every channel.
 
-    visible: bool [tokens, tokens], whether token t is in the document of i <= t; None where all are in one.
+    log_gate: [tokens, channels], at least LOG_CUT, 0 at padding. visible: bool [tokens, tokens], whether token t is in
+    the document of token i <= t; None where all tokens are in one document.
     """
 
     log_gate: Float[Array, "*blocks tokens channels"]
@@ -41,22 +42,23 @@ class ChannelDecay:
     broadcast_column = staticmethod(matmul.broadcast_column)
 
     def since_start(self) -> jax.Array:
-        """[tokens, channels]: of what the block, or in it the token's document, starts with, at each token."""
+        """[tokens, channels]: what is left at each token of the state that the block, or its document, starts with."""
         return jnp.exp(cumulative(self.log_gate, self.visible))
 
     def to_end(self) -> jax.Array:
-        """[tokens, channels]: of each token, at the block's last."""
+        """[tokens, channels]: what is left of each token at the block's last token."""
         ones = jnp.ones((len(self.log_gate), len(self.log_gate)), bool)
         return jnp.exp(cumulative(self.log_gate, jnp.triu(ones, 1)))
 
     def whole(self) -> jax.Array:
-        """[channels, 1]: of the block's start, at its last token."""
+        """[channels, 1]: what is left of the block's start state at its last token."""
         return self.since_start()[-1:].T
 
     def scores(self, xs, y: jax.Array, operand_dtype, steps: int = 1) -> list[jax.Array]:
-        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, if visible, of every x.
+        """For every x of xs: [t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, else 0
+        where token i is not visible.
 
-        steps: only the first of every so many tokens has gates that are not 0.
+        steps: inner steps of a token: only the first of every `steps` rows has log gates that are not 0.
         """
         visible = jnp.tri(len(y), dtype=bool) if self.visible is None else self.visible
         if self.log_gate.shape[1] == 1:
@@ -66,14 +68,15 @@ class ChannelDecay:
         return decayed_scores(xs, y, self.log_gate, visible, steps)
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
-        """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
+        """[t, c] = sum_i scores_ti deltas_ic times what is left of token i in channel c at token t; scores are lower
+        triangular."""
         return decayed_mix(scores, deltas, self.log_gate, self.broadcast_column)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChannelDecayByProducts(ChannelDecay):
-    """The same with columns broadcast by products, as a CPU's gradients want it."""
+    """`ChannelDecay` with columns broadcast by matrix products, whose gradients are faster on a CPU."""
 
     broadcast_column = staticmethod(matmul.broadcast_column_by_product)
 
@@ -81,7 +84,7 @@ class ChannelDecayByProducts(ChannelDecay):
 def clipped(
     log_gate: Float[Array, "tokens channels"], mask: Bool[Array, " tokens"] | None = None
 ) -> Float[Array, "tokens channels"]:
-    """Log gates [tokens, channels], 0 at padding, none below exp(LOG_CUT)."""
+    """Log gates [tokens, channels], at least LOG_CUT, 0 at padding."""
     log_gate = jnp.maximum(log_gate, LOG_CUT)
     return log_gate if mask is None else jnp.where(mask[:, None], log_gate, 0)
 
@@ -89,27 +92,26 @@ def clipped(
 def cumulative(
     log_gate: Float[Array, "tokens channels"], visible: Bool[Array, "tokens tokens"] | None = None
 ) -> Float[Array, "tokens channels"]:
-    """K [tokens, channels]: the sum of log gates until each token, itself included, of all or of the visible tokens."""
+    """K [tokens, channels]: the sum of log gates up to and including each token, of all or of the visible tokens."""
     until = jnp.tril(jnp.ones((len(log_gate), len(log_gate)), bool)) if visible is None else visible
     return jnp.matmul(until.astype(log_gate.dtype), log_gate, precision="highest")
 
 
 def decayed_scores(xs, y: jax.Array, log_gate: jax.Array, visible: jax.Array, steps: int) -> list[jax.Array]:
-    """[t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0, of every x.
+    """For every x: [t, i] = sum_c x_tc y_ic exp(log_gate_{i+1,c} + ... + log_gate_{t,c}) where visible[t, i], else 0.
 
-    xs, y, log_gate: [tokens, channels]; visible: bool, lower triangular; steps: see
-    `ChannelDecay.scores`.
+    xs, y, log_gate: [tokens, channels]; visible: bool, lower triangular; steps: see `ChannelDecay.scores`.
     """
     steps = steps if len(y) % steps == 0 else 1
     part = jnp.arange(len(y), dtype=jnp.int32)[None] // steps
-    # No gate is between a token and itself, nor between steps.
+    # No gate lies between a token and itself, nor between the inner steps of one token.
     near = [jnp.where(part.T == part, inner_products(x, y, x.dtype), 0) for x in xs]
     tokens, xs, y = len(y), [to_parts(x, steps) for x in xs], to_parts(y, steps)
     scores = [jnp.zeros((len(y), steps, steps), y.dtype) for _ in xs]
     for until, after in to_borders(jnp.concatenate([to_parts(log_gate, steps)[:, :1]] * steps, axis=1)):
         early, late = recursive_blocks.halves(y)
         faded, fading = early * jnp.exp(after), jnp.exp(until)
-        # The same rows again: their gradients then add up level by level, not in one sum of slices of all levels.
+        # Merged again, though the rows are the same: gradients then add up level by level, not as slices of all levels.
         y = recursive_blocks.merge(early, late)
         for reader, x in enumerate(xs):
             early, late = recursive_blocks.halves(x)
@@ -135,10 +137,10 @@ def decayed_mix(scores: jax.Array, deltas: jax.Array, log_gate: jax.Array, broad
 
 
 def to_borders(until: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Per level, the sums of log gates between tokens and the border between the halves of their part, [parts, half,
-    channels]: of the later half's tokens, from the border until the token; of the earlier's, behind it.
+    """Per level, the sums of log gates between each token and the border between the halves of its part, [parts, half,
+    channels]: in the later half from the border to the token, in the earlier half from behind the token to the border.
 
-    until: the sums inside the smallest parts, whose first tokens alone have gates, [parts, size, channels].
+    until: cumulative sums inside the smallest parts, of which only the first token has a gate, [parts, size, channels].
     """
     after, sums = jnp.zeros_like(until), []
     while len(until) > 1:
@@ -150,5 +152,5 @@ def to_borders(until: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def to_parts(x: jax.Array, size: int = 1) -> jax.Array:
-    """[tokens, channels] in parts, [parts, size, channels], as many as a power of two, with zeros behind."""
+    """[tokens, channels] as [parts, size, channels], with zeros appended up to a power of two of parts."""
     return recursive_blocks.padded(x.reshape(-1, size, x.shape[1]))

@@ -1,9 +1,9 @@
 """`channel_decay.ChannelDecay` inside a TPU kernel, by shifts and whole products.
 
 The idea is the same: a later half of tokens reads the earlier one through the border between them, at every level of
-halving. Here a level is masked rows of the whole chunk, so that nothing is cut but at registers: sums of log
-gates grow from level to level by shifts of whole blocks, and of a product with all tokens the pairs on two sides of a
-border are kept. Tokens of a chunk are padded to a power of two.
+halving. Here a level masks rows of the whole chunk, so that arrays are cut at register boundaries only: sums of log
+gates grow from level to level by shifts of whole blocks, and of a product with all tokens only the pairs on the two
+sides of a border are kept. A chunk's tokens are padded to a power of two.
 """
 
 from __future__ import annotations
@@ -21,36 +21,38 @@ from titans_jax.ops.platform import SUBLANES
 
 @dataclasses.dataclass(frozen=True)
 class ChannelDecay:
-    """What log gates [tokens, channels] of a chunk, at least LOG_CUT and 0 at padding, leave of every channel.
+    """How much the gates of a chunk leave of every channel.
 
-    visible: bool [tokens, tokens], whether token t is in the document of i <= t; None where all are in one.
+    log_gate: [tokens, channels], at least LOG_CUT, 0 at padding. visible: bool [tokens, tokens], whether token t is in
+    the document of token i <= t; None where all tokens are in one document.
     """
 
     log_gate: jax.Array
     visible: jax.Array | None = None
 
     def since_start(self) -> jax.Array:
-        """[tokens, channels]: of what the chunk, or in it the token's document, starts with, at each token."""
+        """[tokens, channels]: what is left at each token of the state that the chunk, or its document, starts with."""
         if self.visible is not None:
             return jnp.exp(channel_decay.cumulative(self.log_gate, self.visible))
         return jnp.exp(self._sums[1][: len(self.log_gate)])
 
     def to_end(self) -> jax.Array:
-        """[tokens, channels]: of each token, at the chunk's last."""
+        """[tokens, channels]: what is left of each token at the chunk's last token."""
         return jnp.exp(self._sums[2][: len(self.log_gate)])
 
     def whole(self) -> jax.Array:
-        """[channels, 1]: of the chunk's start, at its last token."""
+        """[channels, 1]: what is left of the chunk's start state at its last token."""
         return self.since_start()[-SUBLANES:].T[:, -1:]
 
     def scores(self, xs, y: jax.Array, operand_dtype, steps: int = 1) -> list[jax.Array]:
-        """[t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, if visible, of every x.
+        """For every x of xs: [t, i] = sum_c x_tc y_ic times what is left of token i in channel c at token t, else 0
+        where token i is not visible.
 
-        steps: only the first of every so many tokens has gates that are not 0.
+        steps: inner steps of a token: only the first of every `steps` rows has log gates that are not 0.
         """
         tokens, readers, y = len(y), len(xs), recursive_blocks.padded(y)
-        x = jnp.concatenate([recursive_blocks.padded(x) for x in xs])  # one product of all readers
-        ungated = steps & -steps  # a power of two that divides them: so many tokens have no gates between them
+        x = jnp.concatenate([recursive_blocks.padded(x) for x in xs])  # one product for all xs
+        ungated = steps & -steps  # the largest power of two that divides steps: no gates inside it
         scores = jnp.where(inside(len(y), ungated, readers), inner_products(x, y, operand_dtype), 0)
         for half, until, behind in self._sums[0]:
             if half >= ungated:
@@ -62,7 +64,8 @@ class ChannelDecay:
         return found if self.visible is None else [jnp.where(self.visible, of_x, 0) for of_x in found]
 
     def mix(self, scores: jax.Array, deltas: jax.Array, operand_dtype) -> jax.Array:
-        """[t, c] = sum_i scores_ti deltas_ic times what is left of token i there; scores lower triangular."""
+        """[t, c] = sum_i scores_ti deltas_ic times what is left of token i in channel c at token t; scores are lower
+        triangular."""
         tokens, deltas, scores = len(deltas), recursive_blocks.padded(deltas), recursive_blocks.padded(scores, 2)
 
         def read(where, scores, deltas):
@@ -77,8 +80,8 @@ class ChannelDecay:
 
     @functools.cached_property
     def _sums(self):
-        """Per level (tokens of a half; log gates summed from the border behind which a token's half begins until the
-        token; those behind the token until its half ends), and the latter two of the whole chunk."""
+        """(levels, until, behind). until: log gates summed from the start of the chunk up to and including each token;
+        behind: from behind each token to the chunk's end. A level is (tokens of a half, both sums within the half)."""
         until = recursive_blocks.padded(self.log_gate)
         behind, half, levels = jnp.zeros_like(until), 1, []
         row = jax.lax.broadcasted_iota(jnp.int32, until.shape, 0)
@@ -92,14 +95,16 @@ class ChannelDecay:
 
 
 def inside(tokens: int, size: int, times: int = 1) -> jax.Array:
-    """Whether t, i are in the same part of so many tokens, t not before i; the rows of all t so many times."""
+    """Whether t and i are in the same part of `size` tokens and t >= i, [times * tokens, tokens]: the rows of all t,
+    repeated `times` times."""
     t, i = (jax.lax.broadcasted_iota(jnp.int32, (times * tokens, tokens), axis) for axis in (0, 1))
     t = t % tokens
     return (t // size == i // size) & (t >= i)
 
 
 def across(tokens: int, half: int, times: int = 1) -> jax.Array:
-    """Whether t, i are on two sides of a border, t behind it; the rows of `later` tokens t so many times."""
+    """Whether t and i are on the two sides of a border, t behind it: rows for the tokens t of `later`, repeated `times`
+    times."""
     rows = tokens // 2 if whole_registers(half) else tokens
     t, i = (jax.lax.broadcasted_iota(jnp.int32, (times * rows, tokens), axis) for axis in (0, 1))
     t, part = t % rows, i // half
@@ -108,7 +113,7 @@ def across(tokens: int, half: int, times: int = 1) -> jax.Array:
     return (t // half == part + 1) & (part % 2 == 0)
 
 
-# Halves of whole registers are taken apart for nothing, and only the later ones read. Smaller ones stay where they are.
+# Halves of whole registers are split at no cost, and only the later ones are computed. Smaller ones stay in place.
 
 
 def whole_registers(half: int) -> bool:
@@ -116,14 +121,14 @@ def whole_registers(half: int) -> bool:
 
 
 def later(x: jax.Array, half: int) -> jax.Array:
-    """Rows of the later halves, or all."""
+    """Rows of the later halves; all rows where halves do not fill whole registers."""
     if not whole_registers(half):
         return x
     return recursive_blocks.halves(recursive_blocks.to_blocks(half, x))[1].reshape(-1, x.shape[1])
 
 
 def of_earlier(x: jax.Array, half: int) -> jax.Array:
-    """All rows, 0 in later halves that are taken apart."""
+    """All rows, those of later halves set to 0 where halves fill whole registers."""
     if not whole_registers(half):
         return x
     earlier, _ = recursive_blocks.halves(recursive_blocks.to_blocks(half, x))

@@ -15,20 +15,21 @@ class Generation:
     ordered_as: str
     """Accelerator types are this, a dash and a number."""
     counted: int
-    """What an accelerator type counts a chip as."""
+    """How much one chip adds to the number in an accelerator type."""
     devices: int
-    """Devices that jax sees a chip as; they share it evenly."""
+    """How many jax devices one chip is; they share it evenly."""
     peak_flops: float
     """bfloat16 operations per second of a chip."""
     products: int
-    """Multiply-adds per cycle of a chip's matrix units together. The clock that follows from it and from the peak also
-    puts the compiler's cycles of a program that streams memory at 75 to 81 % of the published bandwidth of each."""
+    """Multiply-adds per cycle of all matrix units of a chip. The clock follows from this and the peak. As a check: with
+    it, the compiler's cycles for a program that streams memory are 75 to 81 % of each chip's published bandwidth."""
     hbm: float
-    """Bytes of a chip that a program may use, as the compiler says when one does not fit: a little less than all."""
+    """Bytes of a chip's memory that a program may use, a little less than all: from the compiler's error when a program
+    does not fit."""
     ici: float
     """Bytes per second that a chip sends to the others of its slice, all its links together."""
     largest: tuple[int, ...]
-    """Shape of the largest slice; empty where none is described as it is."""
+    """Shape of the largest slice; empty where jax's descriptions of slices do not match the hardware."""
 
     @property
     def clock(self) -> float:
@@ -39,7 +40,7 @@ class Generation:
 GENERATIONS = {
     generation.name: generation
     for generation in (
-        # Two devices a chip are described of a v4, which runs as one.
+        # jax describes a v4 chip as two devices, though it runs as one.
         Generation("v4", "TPU v4", "v4", 2, 1, 275e12, 8 * 128**2, 30.75 * GIB, 300e9, ()),
         Generation("v5e", "TPU v5 lite", "v5litepod", 1, 1, 197e12, 4 * 128**2, 15.75 * GIB, 200e9, (16, 16)),
         Generation("v5p", "TPU v5", "v5p", 2, 1, 459e12, 8 * 128**2, 95.74 * GIB, 600e9, (16, 16, 24)),

@@ -23,7 +23,7 @@ def matmul(
 
 
 def matmul_three_pass(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
-    """`matmul`, for operands in bfloat16 by twice its digits: where errors of one product would be those of all."""
+    """`matmul`, with twice the digits for bfloat16 operands: for products whose errors all later ones would inherit."""
     if operand_dtype != jnp.bfloat16:
         return matmul(x, y, operand_dtype)
     (x, x_rest), (y, y_rest) = split_bfloat16(x), split_bfloat16(y)
@@ -51,8 +51,8 @@ def outer_products(
 def weighted_outer_products(rows, inner, deltas, operand_dtype, transposed=False):
     """Sums over tokens i of row_i inner_i^T deltas_i, [in, out], one per row [1, tokens], by one product.
 
-    The rows scale the narrower side: as a transposed operand, that is a product with as many rows, and the wider side
-    is read once. transposed: return `Transposed` matrices where that side is the outputs'.
+    The rows scale the narrower of inner and deltas. Its scaled copies, stacked, are one transposed operand, so that the
+    wider side is read only once. transposed: return `Transposed` matrices where deltas are the narrower side.
     """
     if inner.shape[1] > deltas.shape[1]:
         totals = weighted_outer_products(rows, deltas, inner, operand_dtype)
@@ -62,8 +62,8 @@ def weighted_outer_products(rows, inner, deltas, operand_dtype, transposed=False
 
 
 def weighted_outer_products_of_columns(rows, inner, deltas, operand_dtype, transposed=False):
-    """`weighted_outer_products` with the scaled sides next to each other, not transposed below each other, as on CPUs:
-    the gradient of `deltas` is then a product whose left side lies as XLA's fast ones need it."""
+    """`weighted_outer_products` for CPUs, with the scaled copies side by side, not transposed and stacked: the left
+    operand of the product that is the gradient of `deltas` then has the layout that XLA's fast products need."""
     if inner.shape[1] > deltas.shape[1]:
         totals = weighted_outer_products_of_columns(rows, deltas, inner, operand_dtype)
         return [Transposed(total) if transposed else total.T for total in totals]
@@ -72,18 +72,18 @@ def weighted_outer_products_of_columns(rows, inner, deltas, operand_dtype, trans
 
 
 def concatenate_operands(operands, operand_dtype, axis: int = 0) -> jax.Array:
-    """Operands of a product side by side, each cast by itself: what another product takes too is cast once."""
+    """Operands of a product, concatenated. Each is cast before that, so that the cast is shared with other products."""
     return jnp.concatenate([x.astype(operand_dtype) for x in operands], axis=axis)
 
 
 def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
-    """The sum over this axis of both, named to the compiler: a transpose of its own costs a kernel dearly."""
+    """The sum of products over `axis` of both operands, as one operation: a separate transpose is slow in a kernel."""
     x, y, dimensions = x.astype(operand_dtype), y.astype(operand_dtype), (((axis,), (axis,)), ((), ()))
     return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), state_dtype(operand_dtype))
 
 
 def broadcast_column(column, width: int):
-    """A column [n, 1] as [n, width]; rows or numbers that need no widening as they are."""
+    """A column [n, 1] as [n, width]; numbers, and arrays of that width already, are returned as they are."""
     if jnp.ndim(column) == 0 or column.shape[1] == width:
         return column
     return jnp.broadcast_to(column, (len(column), width))
@@ -135,5 +135,5 @@ def state_dtype(dtype) -> jnp.dtype:
 
 
 def to_state_dtype(x: jax.Array) -> jax.Array:
-    """x in the dtype of the states that operands of its dtype have."""
+    """x in the dtype of states, `state_dtype` of its own dtype."""
     return x.astype(state_dtype(x.dtype))

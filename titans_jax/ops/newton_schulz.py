@@ -2,9 +2,9 @@
 
     X_0 = S / ||S||_F ,   X <- a X + (b A + c A^2) X ,   A = X X^T
 
-An odd polynomial of S: it keeps the singular vectors and takes every singular value towards 1, so that only directions
-are left of a step. Coefficients are those of public code; they were chosen to raise small singular values fast, and end
-near 1, not at it.
+An odd polynomial of S: it keeps the singular vectors and takes every singular value towards 1, so that a step keeps its
+directions and loses its size. Coefficients are those of public code, chosen to raise small singular values fast: they
+end near 1, not exactly at 1.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ COEFFICIENTS: Mapping[str, tuple[tuple[float, float, float], ...]] = {
 singular values of 0.68 to 1.14 where the input's are at least 0.01 of its norm; and those of LaCT's code (arXiv
 2505.23884), 0.97 to 1.04 from 0.01 on (measured, and tested)."""
 EPSILON = 1e-7
-"""Beside the norm, so that a matrix of zeros stays one and has a finite gradient."""
+"""Added to the norm, so that a matrix of zeros stays zero and has a finite gradient."""
 
 
 def newton_schulz(
     matrix: Float[Array, "*leading rows columns"], operand_dtype: jnp.dtype, coefficients: str = "muon"
 ) -> Float[Array, "*leading rows columns"]:
-    """The matrix with its singular values near 1, tall or wide, in its own dtype; products as of `ops.matmul`.
+    """The matrix, tall or wide, with its singular values taken near 1, in its own dtype; products as in `ops.matmul`.
 
     coefficients: a name of `COEFFICIENTS`. Differentiable, through its steps.
     """

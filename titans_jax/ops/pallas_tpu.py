@@ -1,7 +1,8 @@
 """Arrays of many heads as the blocks that a Pallas TPU kernel takes of them, and trees of references to such blocks.
 
-Leaves have n heads in front and are taken so many at a time: three axes, [n, rows, columns], stay for all of a head's
-steps; four, [n, chunks, rows, columns], are taken in groups of chunks; `SideBySide` is the layout of a model's tokens.
+Leaves have an axis of n heads in front, of which several are taken at a time. A leaf of three axes, [n, rows,
+columns], stays for all steps of a head; one of four, [n, chunks, rows, columns], is taken in groups of chunks;
+`SideBySide` is the layout of a model's tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ VMEM_SHARE = 0.8
 
 
 class Steps(NamedTuple):
-    """The grid: `rows` sequences of `heads` heads each, `most_heads` at a time, or what VMEM holds; of every head
-    `groups` groups of `chunks` chunks. head_bytes: what a head's values on their way take, beside its blocks."""
+    """The grid: `rows` sequences of `heads` heads each, at most `most_heads` at a time, or fewer if VMEM holds fewer;
+    for every head `groups` groups of `chunks` chunks. head_bytes: bytes of VMEM that a head's intermediate values take,
+    beside its blocks."""
 
     rows: int
     heads: int
@@ -36,8 +38,8 @@ class Steps(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SideBySide:
-    """Numbers of a sequence's heads side by side, `array` [rows, chunks, tokens, heads * width]: what projections and
-    norms have in lanes that are full, and what needs no copy on its way to the kernel."""
+    """The heads of a sequence side by side, `array` [rows, chunks, tokens, heads * width]: the layout in which
+    projections and norms fill all lanes, and which reaches the kernel without a copy."""
 
     array: Any
     width: int = dataclasses.field(metadata={"static": True})
@@ -50,7 +52,7 @@ class SideBySide:
         return cls(x.reshape(n // heads, chunks, tokens, heads * width), width)
 
     def apart(self) -> jax.Array:
-        """`of` undone."""
+        """The inverse of `of`."""
         rows, chunks, tokens, _ = self.array.shape
         x = self.array.reshape(rows, chunks, tokens, -1, self.width)
         return jnp.moveaxis(x, 3, 1).reshape(-1, chunks, tokens, self.width)
@@ -65,7 +67,7 @@ class SideBySide:
         return jnp.stack(heads, axis=1).reshape(-1, x.shape[1], self.width)
 
     def store(self, x: jax.Array, chunk) -> None:
-        """`load` undone."""
+        """The inverse of `load`."""
         heads = self.array.shape[-1] // self.width
         x = x.reshape(-1, heads, *x.shape[1:]).astype(self.array.dtype)
         self.array[:, chunk] = jnp.concatenate([x[:, i] for i in range(heads)], axis=-1)
@@ -91,11 +93,11 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     widths = {x.width for x in inputs + outputs if is_side_by_side(x)}
 
     def bytes_with(buffers: int) -> int:
-        """A head's bytes; buffers: of what stays for all steps of a head. What comes and goes has two."""
+        """A head's bytes. buffers: of each array that stays for all steps of a head; all others have two."""
         blocks = sum((buffers if stays(x) else 2) * bytes_of_head(x, steps) for x in inputs + outputs)
         return steps.head_bytes + blocks + sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
 
-    # A second buffer hides the fetch of the next heads' matrices, once in a sequence: large ones go without.
+    # A second buffer hides the fetch of the next heads' matrices, once a sequence: where two do not fit, there is one.
     buffers = 2 if heads_of_step(steps, widths, 0) * bytes_with(2) <= vmem else 1
     heads = heads_of_step(steps, widths, min(steps.most_heads, int(vmem / bytes_with(buffers))))
     across = max(steps.heads // heads, 1)  # steps that a sequence's heads take
@@ -133,7 +135,7 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
 
 
 def stays(x) -> bool:
-    """Whether an array has a block of a head, and not one of every group of chunks."""
+    """Whether an array has one block for each head, not one for each group of chunks."""
     return not is_side_by_side(x) and x.ndim == 3
 
 
@@ -143,7 +145,7 @@ def same_layout(like, array):
 
 
 def heads_of_step(steps: Steps, widths: set[int], most: int) -> int:
-    """Heads of a step: some of one sequence's, whose numbers fill whole registers, or all of some sequences'."""
+    """How many heads a step takes: some heads of one sequence, which fill whole registers, or all of some sequences."""
     parts = [h for h in range(1, steps.heads) if steps.heads % h == 0 and all(h * w % LANES == 0 for w in widths)]
     whole = [steps.heads * rows for rows in range(1, steps.rows + 1) if steps.rows % rows == 0]
     return max((h for h in parts + whole if h <= most), default=(parts + whole)[0])
@@ -170,7 +172,7 @@ def interpreted() -> bool:
 
 
 def usable_vmem() -> int:
-    """Bytes of VMEM that a kernel may use, of a core of what is compiled for; of a large one where there is none."""
+    """Bytes of VMEM that a kernel may use on a core of the target; where that is no TPU, 128 MiB stand for its VMEM."""
     return int(VMEM_SHARE * (pltpu.get_tpu_info().vmem_capacity_bytes if target_platform() == "tpu" else 128 * 2**20))
 
 

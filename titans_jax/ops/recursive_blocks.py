@@ -1,9 +1,9 @@
-"""A block of tokens halved again and again: what a later half has of the earlier one, at every scale.
+"""A block of tokens halved again and again: how later halves depend on earlier ones, at every scale.
 
-Every two tokens are on both sides of exactly one border, so a lower triangular [tokens, tokens] matrix is its diagonal
-and, level by level, the squares that lie left of the diagonal: what later halves have of their earlier ones. Sums of
-decays (`channel_decay`) and triangular inverses (`solve_tril`) are then a few batched products, where token by token
-they would be as many steps as tokens. A level has parts [parts, size, ...], from single tokens up.
+Any two tokens lie on the two sides of exactly one border between halves. So a lower triangular [tokens, tokens] matrix
+is its diagonal and, level by level, the squares left of the diagonal, with the rows of a later half and the columns of
+its earlier one. Sums of decays (`channel_decay`) and triangular inverses (`solve_tril`) are then a few batched products
+instead of one step per token. A level has parts [parts, size, ...], from single tokens up.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 
 
 def levels(tokens: int) -> int:
-    """Borders that a token is beside."""
+    """How many levels of halves a block of so many tokens has."""
     return (tokens - 1).bit_length()
 
 
 def padded(x: jax.Array, axes: int = 1) -> jax.Array:
-    """Zeros behind the first `axes` axes, each to the least power of two that holds it."""
+    """x with zeros appended along each of its first `axes` axes, up to the next power of two."""
     missing = [(1 << levels(size)) - size for size in x.shape[:axes]]
     return jnp.pad(x, [(0, more) for more in missing] + [(0, 0)] * (x.ndim - axes))
 

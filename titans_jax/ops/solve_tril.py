@@ -1,4 +1,4 @@
-"""Unit lower-triangular systems, (I + strictly lower) x = right, by substitution in the operands' dtype.
+"""Unit lower-triangular systems, (I + strictly lower) x = right, by substitution.
 
 No Newton-Schulz, no powers of the nilpotent part: [[A, 0], [C, B]]^-1 = [[A^-1, 0], [-B^-1 C A^-1, B^-1]].
 """
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 ROWS = SUBLANES
-"""Rows of a block on the diagonal that is solved row by row: those of a register."""
+"""Rows of a block on the diagonal, which is solved row by row: as many as a register has."""
 
 
 def inverse(lower: Float[Array, "n n"], operand_dtype) -> Float[Array, "n n"]:
-    """(I + lower)^-1, [n, n], for `solve`, which has the gradient: here is none. In all digits of `lower`, whatever
-    the operands' dtype."""
+    """(I + lower)^-1, [n, n], for `solve`, in the dtype of `lower` whatever operand_dtype is. It has no gradient of its
+    own: `solve` has it."""
     size = len(lower)
     return by_halvings(jax.lax.stop_gradient(recursive_blocks.padded(lower, 2)))[:size, :size]
 
 
 def inverse_in_kernel(lower: Float[Array, "n n"], operand_dtype) -> Float[Array, "n n"]:
-    """The same in a TPU's kernel, n a power of two. Operands of a memory in bfloat16 allow half of the passes: errors
-    of 1e-5 then, where those operands are known to 4e-3."""
+    """`inverse` in a TPU kernel, n a power of two. For a memory with bfloat16 operands it takes half of the passes: its
+    errors are then 1e-5, while the operands themselves are rounded by 4e-3."""
     return by_rows(jax.lax.stop_gradient(lower), operand_dtype)
 
 
@@ -39,7 +39,7 @@ def inverse_in_kernel(lower: Float[Array, "n n"], operand_dtype) -> Float[Array,
 def solve(
     transposed: bool, lower: Float[Array, "n n"], inverse: Float[Array, "n n"], right: Float[Array, "n columns"]
 ) -> Float[Array, "n columns"]:
-    """x of (I + lower) x = right, or of its transpose, [n, columns], by the inverse."""
+    """The solution x [n, columns] of (I + lower) x = right, or of the transposed system, by the inverse."""
     product = outer_products if transposed else matmul
     return product(inverse, right, right.dtype)
 
@@ -71,8 +71,8 @@ def by_halvings(lower: jax.Array) -> jax.Array:
 
 
 def by_rows(lower: jax.Array, operand_dtype) -> jax.Array:
-    """The inverse, n a power of two, row by row in blocks on the diagonal and from there up by products as wide as the
-    matrix: a matrix unit that is not filled takes as long, and nothing moves over lanes."""
+    """The inverse, n a power of two: row by row in blocks on the diagonal, and from there up by products as wide as the
+    matrix. Narrower products would take a matrix unit as long, and this way no number moves to another lane."""
     size = len(lower)
     rows = min(size, ROWS)
     t, i = (jax.lax.broadcasted_iota(jnp.int32, lower.shape, axis) for axis in (0, 1))

@@ -367,3 +367,9 @@ def test_bad_choices_are_refused_in_one_sentence(make, field):
 def test_decay_first_is_refused_with_any_retention_but_decay():
     with pytest.raises(ValueError, match="^algorithm is "):
         dataclasses.replace(memory.presets.gated_deltanet(), retention=retentions.elastic_net())
+
+
+def test_decay_first_is_refused_in_chunks():
+    """Its gradient is taken at the memory that the token's own retention leaves, so that a chunk has no one anchor."""
+    with pytest.raises(ValueError, match="^chunk_size is 4: the algorithm, GradientDescent.* it must be 1.$"):
+        dataclasses.replace(memory.presets.gated_deltanet(), chunk_size=4)

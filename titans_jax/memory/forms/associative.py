@@ -1,6 +1,6 @@
 """The associative form: every token's weights, by vmapped gradients and two associative scans.
 
-Costs a weight-sized tensor per token of a chunk; runs any rule, and is the textbook form the fast ones are tested by.
+Costs a weight-sized tensor per token of a chunk; runs any rule, and is the textbook form to test the fast ones against.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def memorize(
 
 
 class PreparedScan(NamedTuple):
-    """The gates of the chunk's tokens; whether it starts a document; the sum of its step sizes, for an algorithm that
-    steps by chunks."""
+    """The gates of the chunk's tokens; whether the chunk starts a document; the sum of its step sizes, for an algorithm
+    that steps by chunks."""
 
     gates: Gates
     starts_document: jax.Array | None
@@ -105,7 +105,7 @@ class AssociativeScan(ChunkAlgorithm):
             return inner_loss(rule, linear, params, token, jnp.zeros_like(token.values)), outputs[-1]
 
         def gradient(token, gate):
-            if token.erase is not None:  # no gradient of a loss by the weights: its error is along another key
+            if token.erase is not None:  # not the gradient of a loss: the error is of another key
                 alone = jax.tree.map(lambda x: x[None], token._replace(key_step_size=None, value_step_size=None))
                 (key,), (delta,), _ = inner_gradients(rule, params, gradient_weights(rule, params, opened, gate), alone)
                 return (key.T * delta,)
@@ -115,9 +115,9 @@ class AssociativeScan(ChunkAlgorithm):
                 gradients = tuple(share * gradient for gradient in gradients)
             return gradients
 
-        first = jax.tree.map(lambda x: x[0], gates)  # its anchor differs from `opened` in chunks of one token only
+        first = jax.tree.map(lambda x: x[0], gates)  # gradient weights differ from `opened` in one-token chunks only
         surprise = inner_gradients(rule, params, gradient_weights(rule, params, opened, first), tokens).surprise
-        if rule.algorithm.window > 1:  # with the tokens of the window before the chunk, none of which is read
+        if rule.algorithm.window > 1:  # with the window's tokens before the chunk, which have no reads
             written = tokens._replace(queries=tokens.keys)
             gradients = jax.vmap(gradient, in_axes=(0, None))(written, first)
             own = len(tokens.keys) - len(tokens.queries)
@@ -138,8 +138,8 @@ class AssociativeScan(ChunkAlgorithm):
         return ChunkResult(MemoryState(weights, momenta, start.anchor, 0, step_total=total), reads, surprise)
 
     def scan_tokens(self, start: MemoryState, gradients: Matrices, gates: Gates) -> tuple[Matrices, Matrices]:
-        """Every token's carried matrices [tokens, in, out], and the last one's momentum, from every token's gradients
-        [tokens, in, out], those of a window's tokens before them."""
+        """Every token's carried matrices [tokens, in, out], and the last token's momentum, from every token's gradients
+        [tokens, in, out], in front of which stand those of a window's tokens."""
         weights, momenta = [], []
         kept = dataclasses.replace(gates, step_size=None)  # which has rows for a window's tokens too
         for i, step in enumerate(gradients):

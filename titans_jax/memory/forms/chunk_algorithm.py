@@ -1,7 +1,7 @@
-"""What goes in and out of a form, and what a chunkwise algorithm is: a part that its start state does not enter, done
-for many blocks at once, and a step from one block's start state to its end.
+"""The inputs and outputs of a form, and the interface of a chunkwise algorithm: `prepare`, which does not depend on the
+start state and runs for many blocks at once, and `step`, from one block's start state to its end.
 
-A block is some whole chunks that a step takes together; how many never changes the numbers.
+A block is one or more whole chunks that a step takes together; how many never changes the numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titans_jax.ops.matmul import to_state_dtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MemoryInputs:
-    """What a memory reads. Leaves [time, ...]; in blocks [blocks, tokens, ...].
+    """The inputs of a form. Leaves [time, ...]; in blocks [blocks, tokens, ...].
 
     queries, keys, values: [time, head_dim]. gates: completed (`gates.complete_gates`). resets: bool [time], True at a
     document's first token, or None.
@@ -35,14 +35,14 @@ class MemoryInputs:
     resets: jax.Array | None
 
     def tokens(self) -> Tokens:
-        """What a step reads of them; the other gates have gone into what is prepared."""
+        """The inputs that a step needs; the other gates are used up in `ChunkAlgorithm.prepare`."""
         gates = self.gates
         own = gates.bias_gate, gates.key_step_size, gates.value_step_size, gates.erase
         return Tokens(self.queries, self.keys, self.values, *own)
 
 
 class Tokens(NamedTuple):
-    """What the formulas of a step read of their tokens: leaves [tokens, ...].
+    """The inputs of a step, leaves [tokens, ...].
 
     bias_gate [tokens, 1 or head_dim], key_step_size, value_step_size, erase [tokens, head_dim]: see `Gates`; or None.
     """
@@ -62,8 +62,8 @@ class Tokens(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What a step leaves: the state, whose anchor is the start of the block's last chunk that holds tokens; reads
-    [tokens, head_dim]; and the surprise, [tokens] each, None where a kernel was not asked for it."""
+    """The outputs of a step. end: the state, whose anchor is that of the block's last chunk with tokens. reads:
+    [tokens, head_dim]. surprise: [tokens] each, None where a kernel was not asked for it."""
 
     end: MemoryState
     reads: jax.Array
@@ -71,7 +71,7 @@ class ChunkResult(NamedTuple):
 
 
 class MemoryOutputs(NamedTuple):
-    """What a form returns: reads [time, head_dim], the state after them, the surprise [time] or None."""
+    """The outputs of a form: reads [time, head_dim], the state after the last token, the surprise [time] or None."""
 
     reads: jax.Array
     state: MemoryState
@@ -79,7 +79,7 @@ class MemoryOutputs(NamedTuple):
 
 
 class FormOptions(NamedTuple):
-    """What a caller does not need, which a kernel need not make; see `interface.memorize`."""
+    """What the caller needs and what it recomputes, so that a kernel can save work; see `interface.memorize`."""
 
     with_surprise: bool = True
     with_anchor: bool = True
@@ -96,7 +96,7 @@ class ChunkAlgorithm(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
-        """Whether this algorithm is the rule with these gates, exactly."""
+        """Whether this algorithm computes the rule with these gates, exactly."""
 
     @property
     @abc.abstractmethod
@@ -105,7 +105,7 @@ class ChunkAlgorithm(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, inputs: MemoryInputs) -> Any:
-        """What the start state does not enter, of inputs with leaves [blocks, tokens, ...]; leaves [blocks, ...]."""
+        """All that does not depend on the start state, [blocks, ...], from inputs with leaves [blocks, tokens, ...]."""
 
     @abc.abstractmethod
     def step(
@@ -113,6 +113,6 @@ class ChunkAlgorithm(abc.ABC):
     ) -> ChunkResult:
         """One block from its start state.
 
-        start: its anchor differs from its weights only where a sequence is read on inside a chunk. initial: the state
+        start: its anchor differs from its weights only where a sequence goes on inside a chunk. initial: the state
         that documents begin with, None without resets. prepared: one block's share of what `prepare` made.
         """

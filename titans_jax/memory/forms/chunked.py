@@ -1,4 +1,4 @@
-"""The chunked form: a chunk's gradients at once, every token's read by matmuls, no per-token weight.
+"""The chunked form: all gradients of a chunk at once, all reads by matrix products, no weights of single tokens.
 
 Sequential over chunks, parallel inside; a linear memory takes an exact triangular solve where there is one. See
 memory/README.md, Chunks and anchors and Reads inside a chunk.
@@ -75,9 +75,9 @@ def choose_algorithm(rule: MemoryRule, gates: Gates, backend: Backend) -> ChunkA
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedChunk:
-    """What of a chunk does not depend on its start state.
+    """The part of a chunk's computation that does not depend on its start state.
 
-    matrices: the coefficients of every fast matrix; for `TiledLeastSquares` those of the only one's tiles. is_full:
+    matrices: the coefficients of every fast matrix; for `TiledLeastSquares` those of its only matrix's tiles. is_full:
     bool [1, 1], whether the last slot holds a token; None: it does. starts_document: bool, whether the chunk starts
     from the initial state; None without resets. first_gate: the gates of the only token of a chunk whose gradient is
     taken after its retention, else None. step_total: the sum of the step sizes of the chunk's tokens, [matrices], for
@@ -114,7 +114,7 @@ class ChunkwiseGradient(ChunkAlgorithm):
         )
 
     def coefficients(self, gates: Gates) -> Any:
-        """How gates [chunks, tokens, ...] weigh tokens, per fast matrix, leaves [chunks, ...]."""
+        """The coefficients of every fast matrix, leaves [chunks, ...], from gates [chunks, tokens, ...]."""
         if self.rule.algorithm.steps_by_chunk:
             return gathering_chunks(self.rule, gates, self.backend)
         return intra_chunks(gates, self.backend)
@@ -155,20 +155,20 @@ class ChunkwiseGradient(ChunkAlgorithm):
         end = ChunkEnd(carried, momentum, start.anchor, reads, prepared.is_full, total)
         weights, reads = close_chunk(rule, params, end, tokens.queries)
         end = MemoryState(weights, momentum if start.momentum else (), start.anchor, 0, step_total=total)
-        own = len(found.surprise.loss) - len(reads)  # behind the tokens of a window before the chunk
+        own = len(found.surprise.loss) - len(reads)  # they follow the window's tokens before the chunk
         return ChunkResult(end, reads, jax.tree.map(lambda x: x[own:], found.surprise))
 
 
 class TiledLeastSquares(ChunkwiseGradient):
-    """`ChunkwiseGradient` for least squares, whose read is many products: states from tile to tile first, then the
-    reads of all tiles at once, fewer and smaller products as long as a core keeps busy."""
+    """`ChunkwiseGradient` for least squares, whose read takes many products. First come the states from tile to tile,
+    then the reads of all tiles at once, in fewer and smaller products that still keep a core busy."""
 
     @classmethod
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
         return rule.algorithm.keeps_statistics and not gates.channel_wise
 
     def coefficients(self, gates: Gates) -> Coefficients:
-        """Those of tiles, leaves [chunks, tiles, 1, ...]."""
+        """The coefficients of tiles, leaves [chunks, tiles, 1, ...]."""
         make = functools.partial(block_coefficients, resets=None, tile=None)
         return jax.vmap(make)(self.to_tiles(gates, axis=1))
 
@@ -196,7 +196,7 @@ class TiledLeastSquares(ChunkwiseGradient):
             state = kept * state + added
 
         def read(queries, weights, tile, inner, deltas):
-            # Broadcast, or the gradient of what is left of the start is a sum of elementwise products.
+            # Broadcast by a product: the gradient of the column would otherwise be a sum of elementwise products.
             left = self.backend.broadcast_column(tile.beta, queries.shape[1])
 
             def linears(parts):

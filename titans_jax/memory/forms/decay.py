@@ -31,7 +31,8 @@ class Coefficients:
     """beta, f, p: columns [tokens, 1]; G: [tokens, tokens], lower triangular; N: the last row, [1, tokens]. f, p, N are
     None without momentum.
 
-    restart: beta, f, p of the document start's state, for tokens after a reset inside the block; None without resets.
+    restart: beta, f, p of the state that documents start with, for tokens after a reset inside the block; None without
+    resets.
     """
 
     beta: Float[Array, "*blocks tokens 1"]
@@ -43,11 +44,11 @@ class Coefficients:
 
 
 class CumulativeGate(NamedTuple):
-    """A gate's logs summed until each token, itself included, as row [1, tokens] and column [tokens, 1].
+    """A gate's logs summed up to and including each token, as row [1, tokens] and column [tokens, 1].
 
-    reach: from each token on, how many tokens, itself included, come before the next cut, [1, tokens]. first: the gate
-    of the first token, [1, 1], 0 if it cuts. document_start: the gate of each document's first token, 0 elsewhere: the
-    first factor of a document's start state.
+    reach: from each token on, how many tokens, itself included, come before the next cut or reset, [1, tokens]. first:
+    the gate of the first token, [1, 1], 0 at a cut or reset. document_start: the gate of each document's first token, 0
+    elsewhere: the first factor of a document's start state.
     """
 
     total: jax.Array
@@ -68,8 +69,8 @@ def coefficients(
 ) -> Coefficients:
     """Coefficients of one block and one fast matrix; log gates, step size, mask and resets are rows [1, tokens].
 
-    tile: tokens that are computed apart and joined (None: all at once). What a tile passes on is two rows, so all other
-    products are of rank two.
+    tile: tokens of a tile; tiles are computed apart and joined (None: all at once). A tile passes on two rows, so the
+    products that join tiles are of rank two.
     """
     inputs = (log_retention, log_momentum, step_size, mask, resets)
     tokens = step_size.shape[1]
@@ -114,7 +115,7 @@ def cumulative_gate(log_gate: Float[Array, "1 tokens"], resets: Bool[Array, "1 t
     next_end = jnp.concatenate([next_end[:, 1:], jnp.full_like(tokens[:, :1], tokens.size)], axis=1)
     first = jnp.where(ends[:, :1], 0, jnp.exp(log_gate[:, :1]))
     document_start = None if resets is None else jnp.where(resets, jnp.exp(log_gate), 0)
-    # The column is the same numbers: summed anew, their differences would not be small where they are.
+    # The column is the row transposed: rounding of a second sum would spoil differences of nearly equal numbers.
     return CumulativeGate(total, total.T, (next_end - tokens).astype(log_gate.dtype), first, document_start)
 
 
@@ -144,13 +145,13 @@ def gate_products(gate: CumulativeGate) -> Float[Array, "tokens tokens"]:
 
 
 def since_document_start(products: Float[Array, "tokens tokens"], gate: CumulativeGate) -> Float[Array, "tokens 1"]:
-    """What is left at each token of its document's start state, from what is left of each token there."""
+    """What is left at each token of its document's start state, from the products of gates between tokens."""
     return inner_products(products, gate.document_start, products.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def momentum_in_weights(kept, carried, operand_dtype):
-    """kept @ carried, how momentum that one token leaves weighs in another's weights; its gradient is that of gates."""
+    """kept @ carried: how one token's momentum weighs in another's weights. Plain products suffice for its gradient."""
     return matmul_three_pass(kept, carried, operand_dtype)
 
 
@@ -167,7 +168,7 @@ momentum_in_weights.defvjp(momentum_in_weights_forward, momentum_in_weights_back
 
 
 def join_tiles(tiles: Coefficients) -> Coefficients:
-    """Tiles, leaves [tiles, ...], as one block: each starts from what the last rows before it pass on."""
+    """Tiles, leaves [tiles, ...], as one block: each continues from the last rows of those before it."""
     count, size, _ = tiles.beta.shape
     G_row = N_row = jnp.zeros((1, count * size), tiles.G.dtype)
     scales, restart, parts = (1.0, 0.0, 1.0), (0.0, 0.0, 0.0), []
@@ -190,7 +191,7 @@ def join_tiles(tiles: Coefficients) -> Coefficients:
 
 
 def through_tile(c: Coefficients, scales):
-    """beta, f, p at the tokens of the tile c, for a state that has `scales` before it."""
+    """beta, f, p at the tokens of the tile c, for a state that weighs `scales` before the tile."""
     beta, f, p = scales
     if c.f is None:
         return c.beta * beta, None, None

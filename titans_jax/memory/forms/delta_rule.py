@@ -2,8 +2,8 @@
 retention included.
 
 For M(x) = x W and a bias whose cotangent is s * read - value, the errors e_t of a block satisfy a unit lower-triangular
-system (memory/README.md, Linear memories: one triangular system). With a(t) the tokens of the block before token t's
-chunk, and the rows of `Coefficients` at a:
+system (memory/README.md, Linear memories: one triangular system). With a(t) the number of tokens in the block before
+token t's chunk, and the rows of `Coefficients` at a:
 
     e_t = s k_t (beta_a W_0 + f_a S_0 + sum_{i<=a} G_ai k_i^T e_i) - v_t
     W_t = beta_t W_0 + f_t S_0 + sum_{i<=t} G_ti k_i^T e_i ,   S_t = p_t S_0 + sum_{i<=t} N_ti k_i^T e_i
@@ -35,8 +35,8 @@ from titans_jax.ops.platform import SUBLANES
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OpenChunk:
-    """The chunk that stays open at a block's end: scales of the sources at its start, [1, 1 or more equal] each; how
-    errors weigh there, [1, tokens]; and whether it is the block's first, [1, 1]."""
+    """The chunk that stays open at a block's end. scales: those of the sources at its start, [1, 1 or more equal
+    numbers] each. errors: how errors weigh there, [1, tokens]. is_first: whether it is the block's first, [1, 1]."""
 
     scales: list[jax.Array]
     errors: jax.Array
@@ -46,15 +46,15 @@ class OpenChunk:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedDeltaRule:
-    """What of a block does not depend on its start state. Lists have an entry for each source: weights and momentum
-    at the block's start, and the initial ones if documents may start in it.
+    """The part of a block's computation that does not depend on its start state. Lists have an entry for each source:
+    weights and momentum at the block's start, and the initial ones if documents may start in it.
 
-    error_scales, read_scales: those of the sources, [tokens, 1], where a token's error is taken and where it reads.
-    kept, carried: those of the weights and of the momentum at the block's end, rows [1, 1 or more equal]; open_chunk:
-    None where every chunk is one token.
+    error_scales, read_scales: how the sources weigh, [tokens, 1], where a token's error is taken and where it reads.
+    kept, carried: how they weigh in the weights and in the momentum at the block's end, rows [1, 1 or more equal
+    numbers]. open_chunk: None where every chunk is one token.
     G, N: how errors weigh in the weights and in the momentum at the block's end, rows [1, tokens].
-    overlap: how they weigh in other errors, [tokens, tokens]. inverse: of the system that they solve, None where
-    errors depend on no other. scores: how they weigh in reads.
+    overlap: how errors weigh in other errors, [tokens, tokens]. inverse: of the system that errors solve, None where
+    they do not depend on each other. scores: how errors weigh in reads.
     """
 
     error_scales: list[jax.Array]
@@ -75,7 +75,6 @@ class DeltaRule(ChunkAlgorithm):
     @classmethod
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
         plain = rule.architecture.linear and rule.retention.linear and rule.bias.constant_slope is not None
-        plain = plain and (rule.chunk_size == 1 or not rule.algorithm.decay_first)
         plain = plain and not rule.algorithm.whole_tokens
         return plain and rule.algorithm.descends and not gates.channel_wise
 
@@ -105,7 +104,7 @@ class DeltaRule(ChunkAlgorithm):
     ) -> PreparedDeltaRule:
         """`prepare` for one block.
 
-        starts, open_at: columns [tokens, 1], where the token's chunk starts with a document, and 1 at the first token
+        starts, open_at: columns [tokens, 1]: whether the token's chunk starts with a document, and 1 at the first token
         of the chunk that stays open.
         """
         rule, slope = self.rule, self.rule.bias.constant_slope
@@ -145,8 +144,8 @@ class DeltaRule(ChunkAlgorithm):
     def at_chunk_start(self, starts: jax.Array | None, G: jax.Array, scales: list[jax.Array]) -> list[jax.Array]:
         """G and the scales of the sources where each token's error is taken: after the token before its chunk.
 
-        There, the carried weights (source 0) count fully at the block's first chunk, the initial ones at a reset,
-        nothing else. A rule that decays first takes its error at the token itself, which has not written yet.
+        There, at the block's first chunk, only the carried weights (source 0) count, and at a reset only the initial
+        ones. A rule that decays first takes its error at the token itself, before that token's write.
         """
         if self.rule.algorithm.decay_first:
             t, i = (jax.lax.broadcasted_iota(jnp.int32, G.shape, axis) for axis in (0, 1))
@@ -177,19 +176,19 @@ class DeltaRule(ChunkAlgorithm):
             sources += [*initial.weights, *initial.momentum]
 
         def from_sources(scales, rows, first=None):
-            """rows_t times the weighed sources; `first` is what they have of the first one, if that is known."""
+            """rows_t times the weighted sum of sources; `first`: the rows times the first source, if that is known."""
             products = [first] if first is not None else []
             products += [matmul(rows, source, operand_dtype) for source in sources[len(products) :]]
             return sum(scale * product for scale, product in zip(scales, products, strict=True))
 
         (anchor,) = start.anchor
         at_anchor = None
-        if anchor is not sources[0]:  # the first chunk's own, where a sequence is read on inside a chunk
+        if anchor is not sources[0]:  # the first chunk's own anchor, where a sequence goes on inside a chunk
             size = self.rule.chunk_size
             parts = zip((keys[:size], keys[size:]), (anchor, sources[0]), strict=True)
             at_anchor = jnp.concatenate([matmul(x, w, operand_dtype) for x, w in parts])
         from_start, values = from_sources(prepared.error_scales, keys, at_anchor), to_state_dtype(tokens.values)
-        if self.rule.forget_to_start:  # the same system for what is carried, of what the start does not know yet
+        if self.rule.forget_to_start:  # the same system for the carried change: the start's own reads are added
             (learned,) = params["weights"]
             from_start = from_start + matmul(keys, learned, operand_dtype)
         errors = slope * from_start - values

@@ -1,8 +1,9 @@
 """The gated delta rule: linear memories whose every token is a chunk of its own, exactly, with scalar or channel-wise
 retention.
 
-For M(x) = x S, retention a_t (a scalar, or one per input channel), and errors taken at the state before token t, as it
-is or after this token's retention ("decay first": r_t = a_t, else 1), with a part b_t of the key (`Gates.erase`, or 1):
+The memory is M(x) = x S with retention a_t, a scalar or one per input channel. Errors are taken at the state before t,
+either as it is (r_t = 1) or, if the rule decays first, after this token's retention (r_t = a_t), with the part b_t of
+the key (`Gates.erase`, or 1):
 
     e_t = s_t (b_t * k_t * r_t) S_{t-1} - v_t ,      S_t = Diag(a_t) S_{t-1} - theta_t (eta_t * k_t)^T e_t
 
@@ -31,9 +32,9 @@ from titans_jax.ops.matmul import matmul, outer_products, to_state_dtype
 class WriteGates(NamedTuple):
     """The gates of a block's tokens: leaves [tokens, ...].
 
-    step_size: [tokens, 1], 0 at padding. log_key_retention: [tokens, head_dim or 1], the scalar retention in it;
+    step_size: [tokens, 1], 0 at padding. log_key_retention: [tokens, head_dim or 1], with the scalar retention in it;
     log_value_retention: [tokens, head_dim] or None; both at least LOG_CUT, and 0 at padding. document: int [1, tokens],
-    how many documents started in the block until each token, None without resets.
+    how many documents have started in the block up to and including each token, None without resets.
     """
 
     step_size: jax.Array
@@ -45,14 +46,15 @@ class WriteGates(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedGatedDeltaRule:
-    """What of a block does not depend on its start state.
+    """The part of a block's computation that does not depend on its start state.
 
-    error_keys, read_queries: keys and queries for each source (the carried state and, with resets, the initial one),
-    scaled by what is left of its rows where a token's error is taken and where it reads. kept: what is left of the
-    rows after the last token, [channels, 1]. error_columns, read_columns, to_end: what is left of columns there, and at
-    the end of each token's, None where all is. by_value: decay of value channels. written: minus step times keys, as
-    they enter the weights at the block's end. overlap, scores: how errors weigh in other errors, None where nobody asks
-    for those, and in reads. inverse: of the system that the errors solve, None where they depend on no other.
+    by_value: decay of value channels. error_keys, read_queries: keys and queries for each source (the carried state
+    and, with resets, the initial one), scaled by what is left of the source's rows where a token's error is taken and
+    where it reads. kept: what is left of these rows after the last token, [channels, 1]. error_columns, read_columns:
+    what is left of the source's columns where errors are taken and where tokens read; to_end: what is left of each
+    token's columns at the block's end; None where columns do not decay. written: minus step times keys, as they enter
+    the weights at the block's end. overlap: how errors weigh in other errors, None where that is not needed; scores:
+    how they weigh in reads. inverse: of the system that the errors solve, None where they do not depend on each other.
     """
 
     by_value: channel_decay.ChannelDecay | channel_decay_pallas.ChannelDecay | None
@@ -69,8 +71,8 @@ class PreparedGatedDeltaRule:
 
 
 class GatedDeltaRule(ChunkAlgorithm):
-    """Plain linear memories, chunk_size 1, with retention and step sizes of every channel. Output channels may only
-    forget or step apart where the bias takes no error, and one slope serves a token's whole error."""
+    """Plain linear memories, chunk_size 1, with channel-wise retention and step sizes. Output channels may have their
+    own only where the bias does not depend on the read, and a token's slope must be one number for all channels."""
 
     @classmethod
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
@@ -91,7 +93,7 @@ class GatedDeltaRule(ChunkAlgorithm):
         return jax.vmap(self.prepare_block)(inputs.tokens(), gates)
 
     def prepare_block(self, token: Tokens, gates: WriteGates, with_surprise: bool = True) -> PreparedGatedDeltaRule:
-        """`prepare` for one block. with_surprise: whether anyone asks for it."""
+        """`prepare` for one block. with_surprise: whether the surprise is asked for."""
         rule, backend, operand_dtype = self.rule, self.backend, token.keys.dtype
         queries, keys, document = to_state_dtype(token.queries), to_state_dtype(token.keys), gates.document
         error_keys = token.error_keys()
@@ -99,7 +101,7 @@ class GatedDeltaRule(ChunkAlgorithm):
         visible = in_document = None
         if document is not None:
             in_document = document.T
-            # NaN, of a layout with misplaced resets, hides nothing.
+            # `~(>)`, not `<=`: the NaN of a layout with misplaced resets must hide nothing.
             visible = jnp.tri(tokens, dtype=bool) & ~(in_document > document)
         by_key, by_value = (
             None if x is None else backend.channel_decay(x, visible)
@@ -107,18 +109,18 @@ class GatedDeltaRule(ChunkAlgorithm):
         )
 
         def left(decay):
-            """What is left of its document's start at each token, where it reads and where its error is taken."""
+            """What is left of a document's start state at its tokens: at each read, and where each error is taken."""
             remaining = backend.broadcast_column(decay.since_start(), width)
             if rule.algorithm.decay_first:
                 return remaining, remaining
-            # Before it forgets, a token has what the one before it had.
+            # Before a token forgets, as much is left as at the token before it.
             starts = row_numbers(remaining) == 0
             if document is not None:
                 starts |= in_document > row_before(in_document)
             return remaining, jnp.where(starts, 1, row_before(remaining))
 
         def by_source(x):
-            """x [tokens, channels] in the documents that have the carried and the initial state before them."""
+            """x [tokens, channels] for each source, 0 at tokens whose document starts with another source."""
             if document is None:
                 return [x]
             return [jnp.where(in_document > 0, 0, x), jnp.where(in_document > 0, x, 0)]
@@ -188,7 +190,7 @@ class GatedDeltaRule(ChunkAlgorithm):
             errors = solve_tril.solve(False, system, prepared.inverse, errors)
         stepped = errors if tokens.value_step_size is None else errors * tokens.value_step_size
         surprise = None
-        if prepared.overlap is not None:  # value channels by the token before
+        if prepared.overlap is not None:  # decay of value channels up to the token before
             if by_value is None:
                 own = from_tokens(prepared.overlap, stepped)
             else:
@@ -220,7 +222,7 @@ def write_gates(gates: Gates) -> WriteGates:
 
 
 def count_documents(resets: jax.Array) -> jax.Array:
-    """How many documents started in a block until each of its tokens, [blocks, tokens]."""
+    """How many documents have started in a block up to and including each of its tokens, [blocks, tokens]."""
     return jnp.cumsum(resets, axis=1, dtype=jnp.int32)
 
 

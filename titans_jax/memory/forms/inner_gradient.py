@@ -1,4 +1,4 @@
-"""What every form shares: a read, the inner loss, and every token's rank-one gradient (memory/README.md, The rule)."""
+"""Shared by all forms: a read, the inner loss, and every token's rank-one gradient (memory/README.md, The rule)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class InnerGradients(NamedTuple):
     """Every token's gradient of its inner loss, x_i^T delta_i for fast matrix i, never formed.
 
     inputs: x_i [tokens, in_i]. deltas: the loss's cotangents at the outputs, [tokens, out_i]. Channel-wise step sizes
-    are in the first input and in the last delta, and what `slope_share` leaves of a step in all deltas.
+    are factors of the first inputs and of the last deltas, `slope_share` is a factor of all deltas.
     """
 
     inputs: tuple[Float[Array, "tokens _"], ...]
@@ -53,12 +53,12 @@ def inner_gradients(rule: MemoryRule, params: Params, anchor: Matrices, tokens: 
 
     grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
     (deltas, cotangent), (inputs, output, losses) = grad(zeros, jnp.zeros(values.shape, values.dtype))
-    # A measurement, not a path for gradients: the norm has none at 0, which is where a learned token stands.
+    # A measurement, not a path for gradients: the norm has none at 0, the cotangent of a token that is known exactly.
     losses, cotangent = jax.lax.stop_gradient((losses, cotangent))
     if rule.bound_slope:
         share = slope_share(rule, output)
         deltas = tuple(share * delta for delta in deltas)
-    if tokens.erase is not None:  # what the error was taken with is not what is written
+    if tokens.erase is not None:  # the written key is not the one that the error was taken with
         inputs = (to_state_dtype(keys),)
     if tokens.key_step_size is not None:
         inputs = (inputs[0] * tokens.key_step_size, *inputs[1:])
@@ -68,20 +68,20 @@ def inner_gradients(rule: MemoryRule, params: Params, anchor: Matrices, tokens: 
 
 
 def slope_share(rule: MemoryRule, output: Float[Array, "*tokens head_dim"]) -> Float[Array, "*tokens 1"]:
-    """What `bound_slope` leaves of the step of tokens whose keys' last matrix gives `output`, in [0, 1]: behind a norm,
-    gradients grow as 1 / deviation and their own slopes as 1 / variance, without bound."""
+    """The factor in [0, 1] by which `bound_slope` shortens a token's step, for the last matrix's output for its key:
+    behind a norm, gradients grow as 1 / deviation and their own slopes as 1 / variance, without bound."""
     return jnp.minimum(centred(output)[1] / rule.start_variance(output.shape[-1]), 1.0)
 
 
 def inner_loss(rule: MemoryRule, linear, params: Params, tokens: Tokens, at_read: jax.Array) -> jax.Array:
-    """The losses [...] whose gradients are written, with the zeros `at_read` added to what the memory answers."""
+    """The losses [...] whose gradients are written, with the zeros `at_read` added to the memory's reads."""
     written = Written(tokens.error_keys(), tokens.values, tokens.bias_gate, at_read)
     return rule.algorithm.inner_loss(rule.architecture, rule.bias, linear, params, written)
 
 
 def gradient_weights(rule: MemoryRule, params: Params, anchor: Matrices, gate: Gates) -> Matrices:
-    """The matrices at which a token's gradient is taken: the anchor, or for an algorithm that decays first what the
-    token's own retention leaves of it, or of its change since the learned start. gate: leaves of one token."""
+    """The matrices at which a token's gradient is taken: the anchor or, for an algorithm that decays first, the anchor
+    (or its change since the learned start) after the token's own retention. gate: leaves of one token."""
     if not rule.algorithm.decay_first:
         return anchor
     kept = [token_retention(gate, i, len(anchor)) for i in range(len(anchor))]
@@ -110,9 +110,11 @@ def token_steps(
     step_size: jax.Array,
     operand_dtype,
 ) -> Matrices:
-    """One token's step S_t of every matrix, of the gradients x_i^T delta_i that it sums with step_size [summed,
-    matrices], its own and those of its window; inputs, deltas [summed, in or out], gate: leaves of one token. With
-    momentum it is what the next token is given as its own."""
+    """One token's step S_t of every matrix: the sum of the gradients x_i^T delta_i, its own and those of its window,
+    times minus step_size [summed, matrices], plus the momentum; with momentum S_t is the next token's `momentum`.
+
+    inputs, deltas: [summed, in or out]. gate: leaves of one token.
+    """
     steps = []
     for i, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
         step = outer_products(-step_size[:, i : i + 1] * x, delta, operand_dtype)
@@ -125,7 +127,7 @@ def token_steps(
 def read(
     rule: MemoryRule, params: Params, weights: Matrices, queries: Float[Array, "*tokens head_dim"]
 ) -> Float[Array, "*tokens head_dim"]:
-    """M(queries) at the given weights, in the state's dtype; queries [..., head_dim] also give the operands' dtype."""
+    """M(queries) at the given weights, in the state's dtype; operands have the dtype of queries [..., head_dim]."""
 
     def linears(parts):
         return [lambda i, x, cut=cut: matmul(x, cut[i], queries.dtype) for cut in split_columns(weights, parts)]
@@ -139,16 +141,16 @@ def split_columns(matrices: Matrices, parts: int):
 
 
 def since_zero(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
-    """What the retention gate is a function of: the carried matrices, and the learned start that they have changed
-    since where the rule forgets to it."""
+    """The argument of the retention gate: the carried matrices, plus the learned start where the rule forgets to it, as
+    what is carried is then the change since."""
     if not rule.forget_to_start:
         return carried
     return tuple(w.astype(c.dtype) + c for w, c in zip(params["weights"], carried, strict=True))
 
 
 def readable_weights(rule: MemoryRule, params: Params, state: MemoryState) -> Matrices:
-    """The fast weights that a read at this state sees: its own, or those of the chunk's start, moved along (see
-    `retentions`), or as they were where the rule is stale."""
+    """The fast weights that a read at this state sees: the state's own, or those of the chunk's start moved by the
+    slope (see `retentions`), or, for a stale rule, those of the chunk's start."""
     if rule.stale:
         return weights_at(rule, params, state.anchor)
     if rule.retention.linear:
@@ -161,8 +163,8 @@ def readable_weights(rule: MemoryRule, params: Params, state: MemoryState) -> Ma
 
 
 def weights_at(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
-    """The fast weights of matrices at a chunk's start. The norm behind positive ones takes out what all outputs of the
-    last share, so that is left out of it: in bfloat16 it would cost them their digits."""
+    """The fast weights for the carried matrices at a chunk's start. From positive weights without one_slope the mean
+    over the outputs of the last matrix is subtracted: the norm takes it out anyway, and in bfloat16 it costs digits."""
     weights = rule.retention.weights(since_zero(rule, params, carried), params)
     if not rule.retention.positive or rule.retention.one_slope:
         return weights
@@ -171,14 +173,14 @@ def weights_at(rule: MemoryRule, params: Params, carried: Matrices) -> Matrices:
 
 
 def slopes_at(rule: MemoryRule, params: Params, carried: Matrices) -> Slopes:
-    """How far they move with the carried ones inside the chunk."""
+    """How far the fast weights move with the carried matrices inside the chunk."""
     return rule.retention.slope(since_zero(rule, params, carried), params)
 
 
 def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Array) -> tuple[Matrices, jax.Array]:
-    """What a chunk passes on, and its reads: if its last slot holds a token, the chunk is over, and that token reads
-    what the algorithm's step and `Retention.close` make of the carried matrices, as all do without one_slope, and none
-    does where the rule is stale."""
+    """The carried matrices that a chunk passes on, and its reads. If its last slot holds a token, the chunk is over:
+    the algorithm's step and `Retention.close` act on the carried matrices, and the last token reads the result. A
+    stale rule's reads, and those without one_slope, which have been closed already, stay as they are."""
     if not changes_at_end(rule):
         return end.carried, end.reads
     over = True if end.is_full is None else end.is_full
@@ -192,7 +194,7 @@ def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Ar
 
 
 def close(rule: MemoryRule, params: Params, carried: Matrices, anchor: Matrices) -> Matrices:
-    """What is carried on after a chunk, by `Retention.close`, which a linear retention does not need."""
+    """The matrices carried on after a chunk, by `Retention.close`, which a linear retention does not need."""
     if rule.retention.linear:
         return carried
     closed = rule.retention.close(since_zero(rule, params, carried), since_zero(rule, params, anchor), params)
@@ -210,7 +212,7 @@ def chunk_step(
     rule: MemoryRule, carried: Matrices, momentum: Matrices, step_total: jax.Array | None, operand_dtype: jnp.dtype
 ) -> Matrices:
     """The carried matrices after the step that a whole chunk takes at its end, if the algorithm has one: in the
-    direction of S, as far as its tokens step in the mean."""
+    direction of S, with the mean step size of its tokens."""
     if not rule.algorithm.steps_by_chunk:
         return carried
     sizes = step_total / rule.chunk_size

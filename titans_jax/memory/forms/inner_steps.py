@@ -11,7 +11,7 @@ from titans_jax.memory.gates import Gates
 
 def unroll_inner_steps(steps: int, inputs: MemoryInputs) -> MemoryInputs:
     """Leaves [time, steps, ...] as [time * steps, ...]; queries [time, head_dim] are read after every step of their
-    token, the first step has its retention and its reset."""
+    token; the token's retention and reset belong to its first step."""
 
     def flat(x):
         return None if x is None else x.reshape(-1, *x.shape[2:])
@@ -47,7 +47,7 @@ def unroll_inner_steps(steps: int, inputs: MemoryInputs) -> MemoryInputs:
 
 
 def join_inner_steps(steps: int, every_read: bool, reads: jax.Array, per_step):
-    """Each token's last read of reads [time * steps, head_dim], or every read [time, steps, head_dim], and the sum over
-    its steps of leaves [time * steps]."""
+    """(each token's last read of reads [time * steps, head_dim], or every read as [time, steps, head_dim]; the leaves
+    of per_step, [time * steps], summed over each token's steps)."""
     reads = reads.reshape(-1, steps, reads.shape[-1]) if every_read else reads[steps - 1 :: steps]
     return reads, jax.tree.map(lambda x: jnp.sum(x.reshape(-1, steps), axis=1), per_step)

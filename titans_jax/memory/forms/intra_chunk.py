@@ -24,11 +24,11 @@ from titans_jax.ops.matmul import Transposed, concatenate_operands, inner_produc
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntraChunk:
-    """Scalar coefficients of a block (see `Coefficients`): beta, f [tokens, 1], G [tokens, tokens], N [1, tokens], the
-    columns of a window's tokens before the block first. f, N: None without momentum. ends: the last token's beta, with
-    momentum also f and p, [1 or 3, 1 or more equal].
+    """Scalar coefficients of a block (see `Coefficients`): beta, f [tokens, 1], G [tokens, tokens], N [1, tokens]; in G
+    and N the columns of a window's tokens before the block come first. f, N: None without momentum. ends: the last
+    token's beta, with momentum also f and p, [1 or 3, 1 or more equal numbers].
 
-    by_input, by_output: what is left of input and output channels, or None.
+    by_input, by_output: decay of input and of output channels, or None.
     """
 
     beta: jax.Array
@@ -40,8 +40,8 @@ class IntraChunk:
     by_output: channel_decay.ChannelDecay | channel_decay_pallas.ChannelDecay | None = None
 
     def read(self, x, start, momentum, inner, deltas, learned, operand_dtype):
-        """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i; learned: what start
-        is the change since, None where it is all."""
+        """x_t times the matrix after token t, [tokens, out], for the gradients inner_i^T deltas_i. learned: the learned
+        start, where `start` is the change since it; None where `start` is the whole matrix."""
         if self.by_input is None:
             scores = inner_products(x, inner, operand_dtype)
             faded = x
@@ -53,7 +53,7 @@ class IntraChunk:
             out = self.beta * matmul(faded, start, operand_dtype) * self.by_output.since_start()
             return since_learned(out + self.by_output.mix(past, deltas, operand_dtype), x, learned, operand_dtype)
         parts = [(self.beta, faded, start)] + [(self.f, x, momentum)] * (momentum is not None)
-        if x.shape[1] < deltas.shape[1]:  # the narrower side is scaled, and one product adds up
+        if x.shape[1] < deltas.shape[1]:  # the narrower side is scaled, and one product sums all terms
             rows = [scale * x for scale, x, _ in parts] + [past] + [x] * (learned is not None)
             matrices = [matrix for *_, matrix in parts] + [deltas] + [learned] * (learned is not None)
             joined = concatenate_operands(rows, operand_dtype, axis=1), concatenate_operands(matrices, operand_dtype)
@@ -80,7 +80,7 @@ class IntraChunk:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ChannelIntraChunk:
-    """c: coefficients of every channel, leaves [channels, ...], of the matrix's inputs or of its outputs."""
+    """`IntraChunk` with coefficients c for every channel of the matrix's inputs or outputs, leaves [channels, ...]."""
 
     c: Coefficients
     of_inputs: bool = dataclasses.field(metadata={"static": True})
@@ -115,14 +115,14 @@ class ChannelIntraChunk:
 
 
 def since_learned(out: jax.Array, x: jax.Array, learned, operand_dtype) -> jax.Array:
-    """What the change since a learned matrix gives for x, with what the matrix itself does; None: there is none."""
+    """x times a learned matrix plus `out`, that of the change since; `out` alone where learned is None."""
     return out if learned is None else matmul(x, learned, operand_dtype) + out
 
 
 def intra_chunks(gates: Gates, backend: Backend) -> tuple[IntraChunk | ChannelIntraChunk, ...]:
     """One per fast matrix, leaves [blocks, ...], from gates [blocks, tokens, ...].
 
-    A reset replaces a chunk's start state as a whole, so a chunk's weights do not see it.
+    A reset replaces a chunk's start state as a whole, so the coefficients do not depend on it.
     """
     scalars = scalar_coefficients(gates, backend.decay_tile)
     matrices = gates.step_size.shape[-1]
@@ -144,7 +144,7 @@ def intra_chunks(gates: Gates, backend: Backend) -> tuple[IntraChunk | ChannelIn
 
 
 def scalar_coefficients(gates: Gates, tile: int | None) -> Coefficients:
-    """Coefficients of all blocks and matrices, leaves [blocks, matrices, ...], of tokens alone or of their windows."""
+    """Coefficients of all blocks and matrices, leaves [blocks, matrices, ...], also for tokens with windows."""
     if gates.window_weight is None:
         return block_coefficients(gates, None, tile)
     return window_coefficients(gates, tile)

@@ -2,7 +2,7 @@
 30-32).
 
 With `retentions.lagged_kullback_leibler` the carried matrices are the weights; both parallel forms take the first token
-by itself, as the recurrent form does, and run the rest of the chunk as any other, from the anchor it left.
+by itself, as the recurrent form does, and run the rest of the chunk as any other, from the anchor after that token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from titans_jax.ops.backend import BlockSize
 
 
 class PreparedLagToken(NamedTuple):
-    """The gates of the chunk's first token; whether a document starts there, None without resets; and what the
-    algorithm of the other tokens prepares, None where there are none."""
+    """first: the gates of the chunk's first token. starts_document: whether a document starts there, None without
+    resets. rest: what the algorithm of the other tokens prepares, None where there are no others."""
 
     first: Gates
     starts_document: jax.Array | None
@@ -33,7 +33,7 @@ class PreparedLagToken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LagToken(ChunkAlgorithm):
-    """Another algorithm of single chunks behind the chunk's first token."""
+    """The first token of a chunk by itself, the others by the algorithm `rest`, whose blocks are single chunks."""
 
     rest: ChunkAlgorithm
 

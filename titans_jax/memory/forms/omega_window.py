@@ -2,8 +2,8 @@
 
     S_t = eta_t S_{t-1} - sum_j gamma_t[j] theta_{t-j} u_{t-j} ,   j = 0 .. window - 1 ,   gamma_t[0] = 1
 
-A window reaches at most into the chunk before, and what is in it does not depend on the memory. So the tokens before a
-chunk are laid out with it before the scan over chunks, and their sums are banded matrices (memory/later_models.md, The
+A window reaches at most into the chunk before, and its tokens do not depend on the memory. So the tokens before a chunk
+are laid out with it before the scan over chunks, and their sums are banded matrices (memory/later_models.md, The
 Omega rule). Shapes: w window, c tokens of a chunk, m fast matrices.
 """
 
@@ -23,7 +23,7 @@ from titans_jax.ops.matmul import matmul, to_state_dtype
 
 
 def no_tokens(rule: MemoryRule, weights: Matrices) -> WindowTokens | None:
-    """The w - 1 tokens before the first one, which are none; None without a window."""
+    """The window before the first token, w - 1 places without a token; None without a window."""
     reach = rule.algorithm.window - 1
     if reach == 0:
         return None
@@ -32,7 +32,7 @@ def no_tokens(rule: MemoryRule, weights: Matrices) -> WindowTokens | None:
 
 
 def after(window: WindowTokens, tokens: WindowTokens) -> WindowTokens:
-    """The tokens of a window and those after it, keys and values in the dtype of the latter."""
+    """The tokens of a window and those after it, all in the dtypes of the latter."""
     return jax.tree.map(lambda old, new: jnp.concatenate([old.astype(new.dtype), new]), window, tokens)
 
 
@@ -48,7 +48,7 @@ def lag_weights(window_weight: jax.Array) -> jax.Array:
 
 def window_matrix(window_weight: jax.Array) -> jax.Array:
     """[c, w - 1 + c] from [c, w - 1]: gamma_t[t - i] at (t, i), columns being the window before the chunk and its own
-    tokens. Rows of weights, each one column further: written with c zeros behind each and read one number shorter."""
+    tokens. Each row starts one column further right: rows padded with c zeros are flattened, and cut one shorter."""
     tokens, reach = window_weight.shape
     rows = jnp.pad(lag_weights(window_weight), ((0, 0), (0, tokens))).reshape(-1)
     return rows[: rows.size - tokens].reshape(tokens, reach + tokens)
@@ -56,7 +56,7 @@ def window_matrix(window_weight: jax.Array) -> jax.Array:
 
 def window_coefficients(gates: Gates, tile: int | None) -> Coefficients:
     """`Coefficients` of many blocks and matrices, leaves [blocks, m, ...], whose G and N have a column for each token
-    of the window before the block too: those of steps of size 1, times what every step sums.
+    of the window before the block too: those of steps of size 1, times the matrix of what every step sums.
 
     gates: [blocks, c, ...], step_size [blocks, w - 1 + c, m].
     """

@@ -1,7 +1,8 @@
 """The scan over blocks of chunks, wherever in a chunk the state stands.
 
 The fast case (start at a chunk's first token, no padding, whole blocks) is a reshape. Otherwise tokens are shifted to
-their place in the open chunk, the rest is padding, and the open chunk's start is kept for the state to return.
+their place in the open chunk, the other slots are padding, and the anchor of the chunk that stays open is kept for the
+state to return.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titans_jax.ops.recursive_blocks import to_blocks
 
 BLOCKS_PER_GROUP = 8
 """Blocks of a rematerialisation group: of a long sequence the backward pass stores one state per group and, for one
-group at a time, one state per block. What fits in one group stores a state per block and repeats nothing."""
+group at a time, one state per block. A sequence that fits in one group stores a state per block and repeats nothing."""
 
 
 def scan_blocks(
@@ -79,7 +80,7 @@ def scan_blocks(
 class BlockLayout:
     """Inputs in blocks, leaves [blocks, tokens, ...].
 
-    last: slot of the last token that is no padding (-1: none), None when blocks are full and the state is closed.
+    last: slot of the last token that is no padding (-1: none), None when blocks are full and no chunk stays open.
     valid: whether padding and resets stand where the layout allows them; None: they do.
     """
 
@@ -135,8 +136,8 @@ def starts_chunk(state: MemoryState) -> bool:
 
 
 def scan_groups(scan, size: BlockSize, carry, inputs):
-    """`scan` groups of blocks, each rematerialised from its start, of inputs with leaves [blocks, ...]: (carry, outputs
-    [blocks, ...])."""
+    """`scan` run over groups of blocks, each rematerialised from its start, from inputs with leaves [blocks, ...]:
+    (carry, outputs [blocks, ...])."""
     blocks, group = len(jax.tree.leaves(inputs)[0]), size.group
     inputs = (jnp.arange(blocks, dtype=jnp.int32), inputs)
     if blocks <= group:
@@ -153,7 +154,7 @@ def scan_groups(scan, size: BlockSize, carry, inputs):
 
 
 def rematerialised(function):
-    """`function` whose backward pass repeats all but solves: their solutions are no larger than what is read."""
+    """`function` with a backward pass that repeats all but linear solves, whose solutions are no larger than reads."""
     keep = lambda primitive, *_, **__: primitive.name == "custom_linear_solve"  # noqa: E731
     return jax.checkpoint(function, prevent_cse=False, policy=keep)
 
@@ -161,7 +162,7 @@ def rematerialised(function):
 def final_state(
     chunk_size: int, layout: BlockLayout, state: MemoryState, weights: Matrices, momentum: Matrices, anchor: Matrices
 ) -> MemoryState:
-    """The state to return: closed after whole chunks, else open with the anchor that the scan kept."""
+    """The state to return: at a chunk's start after whole chunks, else in one, with the anchor that the scan kept."""
     if layout.last is None:
         return MemoryState(weights, momentum, weights, 0)
     position = jnp.where(layout.last < 0, state.position, (layout.last + 1) % chunk_size)

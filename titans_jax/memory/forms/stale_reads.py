@@ -1,15 +1,15 @@
 """Reads of the chunk's start: a rule that is `stale`, chunk by chunk (arXiv 2511.07343; memory/later_models.md, TNT).
 
-No token sees a write of its own chunk, so nothing is needed between the tokens of a chunk, and its length costs
-nothing: gradients at the chunk's start, reads there, and what the chunk leaves. With the notation of `decay`, of the
-last token C
+No token sees a write of its own chunk, so no products between the tokens of a chunk are needed, and its length costs
+nothing. What is computed are the gradients and reads at the chunk's start, and the state after the chunk's last token
+C, in the notation of `decay`:
 
     W_C = beta W_0 + f S_0 + sum_j G_Cj u_j          S_C = p S_0 + sum_j N_Cj u_j
     G_Cj = -theta_j g_j ,  g_j = m_j a_{j+1} .. a_C + eta_{j+1} g_{j+1} ,  g_C = m_C ,  f = eta_1 g_1
     N_Cj = -theta_j eta_{j+1} .. eta_C
 
-by running products and one scan from the end. Retention of channels makes a and g rows of channels; on both sides, or
-without momentum, it separates into a factor of u_j's input and one of its cotangent.
+by running products and one scan from the end. With channel-wise retention a and g are rows of channels, which become a
+factor of u_j's input or of its cotangent; without momentum there may be one of each.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from titans_jax.ops.matmul import outer_products
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LeftByChunk:
-    """What of one fast matrix' start, and of every token's gradient, a chunk leaves; leaves [blocks, tokens, ...].
+    """How much a chunk leaves of a fast matrix's start and of every token's gradient; leaves [blocks, tokens, ...].
 
-    by_input, by_output: of the weights, factors of every token's input [tokens, 1 or in] and cotangent [tokens, 1 or
-    out], the step among them. kept_input, kept_output: of the start, [1, 1 or in], [1, 1 or out]. momentum: of the
-    momentum in the weights, [1 or in, 1 or out], in itself, [1, 1], and of every token's gradient in it, [tokens, 1].
+    by_input, by_output: factors, in the weights, of every token's input [tokens, 1 or in] and cotangent [tokens, 1 or
+    out], the step size included. kept_input, kept_output: factors of the start, [1, 1 or in] and [1, 1 or out].
+    momentum: factors of the start's momentum in the weights, [1 or in, 1 or out], and in the momentum, [1, 1], and of
+    every token's gradient in the momentum, [tokens, 1]; None without momentum.
     """
 
     by_input: jax.Array
@@ -47,7 +48,7 @@ class LeftByChunk:
     momentum: tuple[jax.Array, jax.Array, jax.Array] | None
 
     def carry(self, start, momentum, inner, deltas, operand_dtype):
-        """The matrix and its momentum after the last token, of the gradients inner_j^T deltas_j."""
+        """The matrix and its momentum after the last token, from the gradients inner_j^T deltas_j."""
         after = self.kept_input.T * start * self.kept_output
         after += outer_products(inner * self.by_input, deltas * self.by_output, operand_dtype)
         if self.momentum is None:
@@ -58,7 +59,7 @@ class LeftByChunk:
 
 
 class PreparedChunk(NamedTuple):
-    """matrices: one of every fast matrix. is_full, starts_document: as in `chunked.PreparedChunk`."""
+    """matrices: one for every fast matrix. is_full, starts_document: as in `chunked.PreparedChunk`."""
 
     matrices: tuple[LeftByChunk, ...]
     is_full: jax.Array | None
@@ -109,9 +110,9 @@ class StaleReads(ChunkAlgorithm):
 
 
 def left_by_chunk(gates: Gates, i: int, matrices: int) -> LeftByChunk:
-    """What a chunk leaves of matrix i of so many, by its gates, leaves [tokens, ...]."""
+    """`LeftByChunk` for matrix i of `matrices`, from the chunk's gates, leaves [tokens, ...]."""
 
-    def at_tokens(x: jax.Array) -> jax.Array:  # 0 at padding: as a logarithm, what leaves all as it is
+    def at_tokens(x: jax.Array) -> jax.Array:  # 0 at padding: the log of a gate that keeps everything
         return x if gates.mask is None else jnp.where(gates.mask[:, None], x, 0)
 
     retention = gates.log_retention[:, i, None]
@@ -138,13 +139,13 @@ def left_by_chunk(gates: Gates, i: int, matrices: int) -> LeftByChunk:
 
 
 def after_each(log_gate: jax.Array) -> jax.Array:
-    """The product of the gates behind every token, of their logs [tokens, n]."""
+    """For every token the product of the gates of all later ones, from log gates [tokens, n]."""
     later = jnp.concatenate([log_gate[1:], jnp.zeros_like(log_gate[:1])])
     return jnp.exp(jnp.cumsum(later[::-1], axis=0)[::-1])
 
 
 def pushed_to_end(momentum: jax.Array, kept: jax.Array) -> jax.Array:
-    """g_j = kept_j + momentum_{j+1} g_{j+1}, [tokens, n], of momentum [tokens, 1] and kept [tokens, n]."""
+    """g_j = kept_j + momentum_{j+1} g_{j+1}, [tokens, n], from momentum [tokens, 1] and kept [tokens, n]."""
 
     def compose(later, earlier):
         return later[0] * earlier[0], earlier[0] * later[1] + earlier[1]

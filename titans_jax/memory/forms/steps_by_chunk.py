@@ -19,19 +19,19 @@ from titans_jax.ops.matmul import matmul
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatheringChunk:
-    """What `IntraChunk` is for other rules: beta [tokens, 1]; of the last token p [1, 1] and N [1, tokens], the columns
-    of a window's tokens before the chunk first (see `Coefficients`)."""
+    """The counterpart of `IntraChunk` for these rules: beta [tokens, 1]; the last token's p [1, 1] and N [1, tokens],
+    in which the columns of a window's tokens before the chunk come first (see `Coefficients`)."""
 
     beta: jax.Array
     p: jax.Array
     N: jax.Array
 
     def read(self, x, start, momentum, inner, deltas, learned, operand_dtype):
-        """x_t times the matrix after token t, [tokens, out]: what is left of that of the chunk's start."""
+        """x_t times the matrix after token t, [tokens, out]: what is left of the matrix at the chunk's start."""
         return since_learned(self.beta * matmul(x, start, operand_dtype), x, learned, operand_dtype)
 
     def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
-        """The matrix after the last token, before its chunk's step, and S."""
+        """The matrix after the last token, before the chunk's step, and S."""
         (pushed,) = backend.weighted_outer_products([self.N], inner, deltas, operand_dtype)
         return self.beta[-1:] * start, self.p * momentum + pushed
 
@@ -49,16 +49,16 @@ def first_of_chunk(gates: Gates) -> jax.Array:
 
 
 def momentum_of_chunk(rule: MemoryRule, gates: Gates, first: jax.Array) -> Gates:
-    """Gates whose momentum acts once a chunk, at its first token, where the algorithm asks for that; `first` says which
-    tokens these are."""
+    """Gates whose momentum acts once a chunk, at its first token, where the algorithm asks for that. first: which
+    tokens are a chunk's first."""
     if not rule.algorithm.momentum_by_chunk:
         return gates
     return dataclasses.replace(gates, log_momentum=jnp.where(first, gates.log_momentum, 0))
 
 
 def step_totals(rule: MemoryRule, gates: Gates) -> jax.Array | None:
-    """Sums of the step sizes of chunks' own tokens, [chunks, matrices], of gates [chunks, tokens, ...]; None for a rule
-    that steps at every token."""
+    """Sums of the step sizes of each chunk's own tokens, [chunks, matrices], from gates [chunks, tokens, ...]; None for
+    a rule that steps at every token."""
     if not rule.algorithm.steps_by_chunk:
         return None
     own = gates.step_size[:, gates.step_size.shape[1] - gates.log_retention.shape[1] :]  # behind those of a window

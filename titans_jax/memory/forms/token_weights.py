@@ -28,7 +28,7 @@ from titans_jax.ops.backend import BlockSize
 
 
 class PreparedTokens(NamedTuple):
-    """Nothing is prepared: the gates of the chunk's tokens, and whether it starts a document."""
+    """Only the gates of the chunk's tokens, and whether the chunk starts a document."""
 
     gates: Gates
     starts_document: jax.Array | None
@@ -36,7 +36,7 @@ class PreparedTokens(NamedTuple):
 
 class TokenWeights(ChunkAlgorithm):
     """Retention gates without one slope: every token reads the weights of its own carried matrices, which a scan over
-    tokens forms. The backward pass keeps the carried matrices of one chunk's tokens and makes the weights again. A
+    tokens forms. The backward pass keeps the carried matrices of one chunk's tokens and recomputes the weights. A
     block is one chunk."""
 
     @classmethod

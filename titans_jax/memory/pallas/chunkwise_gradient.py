@@ -28,9 +28,9 @@ from titans_jax.ops.platform import LANES, SUBLANES
 
 
 class KernelChunkwiseGradient(KernelAlgorithm):
-    """Rules with an architecture, a retention and an algorithm that a kernel has the operations for, one slope for all
-    reads of a chunk; channels apart only without momentum, no window of tokens, no steps of whole chunks and none that
-    decays first; a chunk of one token, or that fills a register's rows."""
+    """Rules with an architecture, a retention and an algorithm for which a kernel has the operations, and with one
+    slope for all reads of a chunk. Channel-wise retention only without momentum; no window of tokens, no steps of whole
+    chunks, no decay before the gradient; chunks of one token, or of at least a register's rows."""
 
     algorithm = ChunkwiseGradient
 
@@ -80,7 +80,7 @@ class KernelChunkwiseGradient(KernelAlgorithm):
 
 
 def in_kernel(c: Coefficients) -> IntraChunk:
-    """Numbers that scale matrices fill a row of lanes, by way of whole registers: a kernel's gradient of a scalar does
-    not compile."""
+    """`IntraChunk` in a kernel: numbers that scale matrices fill a row of lanes, by way of whole registers, as a
+    kernel's gradient of a scalar does not compile."""
     ends = [jnp.broadcast_to(x[-SUBLANES:], (SUBLANES, LANES))[-1:] for x in (c.beta, c.f, c.p) if x is not None]
     return IntraChunk(c.beta, c.f, c.G, c.N, jnp.concatenate(ends))

@@ -22,7 +22,7 @@ from titans_jax.ops.platform import SUBLANES
 
 
 class KernelDeltaRule(KernelAlgorithm):
-    """What `DeltaRule` supports, if its chunks are tokens, or whole registers, and fill blocks."""
+    """Rules that `DeltaRule` supports, if a chunk is one token, or whole registers and either divides or is a block."""
 
     algorithm = DeltaRule
 
@@ -54,6 +54,6 @@ class KernelDeltaRule(KernelAlgorithm):
         starts = columns[0] > 0 if restarts else None
         open_at = columns[-1] if asked.anchor else None
         prepared = self.chunkwise.prepare_block(chunk.queries, chunk.keys, c, starts, open_at)
-        # The token that opens the last chunk is in one block.
+        # Only one block has the token that opens the last chunk.
         is_open = jnp.max(open_at, axis=0, keepdims=True) if asked.anchor else None
         return UnpackedChunk(tokens_of(chunk), prepared, is_open)

@@ -1,7 +1,7 @@
 """The fused form: the chunked form in one Pallas TPU kernel, fast weights and momentum in VMEM from chunk to chunk.
 
-This is one head, and what makes one kernel of all heads of all sequences; the kernels themselves are in `kernels`, what
-they run in `chunkwise_gradient`, `delta_rule` and `gated_delta_rule`.
+`memorize` runs one head; a custom vmap makes one kernel of all heads of all sequences. The kernels are in `kernels`,
+the algorithms that they run in `chunkwise_gradient`, `delta_rule` and `gated_delta_rule`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titans_jax.ops.matmul import Transposed, state_dtype
 from titans_jax.ops.platform import KERNELS, SUBLANES
 
 EXACT = (KernelDeltaRule, KernelGatedDeltaRule)
-"""A linear memory's, each block by one triangular solve."""
+"""Those of linear memories, which take each block by one triangular solve."""
 
 
 def memorize(
@@ -91,8 +91,8 @@ def supports(rule: MemoryRule, gates: Gates) -> bool:
 
 
 def pays(rule: MemoryRule, gates: Gates) -> bool:
-    """Whether a kernel can run the rule and is faster than the chunked form: a linear memory's blocks are the kernel's,
-    or nobody's, and the rows of a chunk fill registers."""
+    """Whether a kernel can run the rule and is faster than the chunked form: either it takes a linear memory's blocks
+    by triangular solves, or the chunked form does not do that either and a chunk fills the rows of a register."""
     exact = [one.supports(rule, gates) for one in EXACT]
     solved = any(one.algorithm.supports(rule, gates) for one in EXACT)
     return supports(rule, gates) and (any(exact) or (not solved and rule.chunk_size >= SUBLANES))
@@ -103,7 +103,7 @@ def pays(rule: MemoryRule, gates: Gates) -> bool:
 
 @functools.cache
 def over_heads(algorithm: KernelAlgorithm, asked: Asked, rematerialised: bool):
-    """(chunks, heads) -> Results, differentiable. rematerialised: states between chunks are made again for the
+    """(chunks, heads) -> Results, differentiable. rematerialised: states between chunks are recomputed for the
     gradient, not stored."""
     forward = vmapped(functools.partial(kernels.run_forward, algorithm, asked, False))
     forward_for_gradient = vmapped(functools.partial(kernels.run_forward, algorithm, asked, True))
@@ -129,9 +129,9 @@ def over_heads(algorithm: KernelAlgorithm, asked: Asked, rematerialised: bool):
 
 
 def vmapped(function, leading: int = 0):
-    """`function(neighbours, *trees)` on trees of n heads, as one on trees with `leading` axes; its vmap is itself with
-    one axis more, where a kernel's own is a loop. neighbours: heads of the last of several axes, which a model has side
-    by side."""
+    """`function(neighbours, *trees)`, which takes trees of n heads, as a function of trees with `leading` axes. Its
+    vmap is the same with one axis more, where a kernel's own vmap would be a loop. neighbours: size of the last of
+    several axes, which has the heads that a model keeps side by side."""
 
     @jax.custom_batching.custom_vmap
     def wrapped(*arguments):
@@ -152,7 +152,7 @@ def vmapped(function, leading: int = 0):
 
 
 def slow_rows(rule: MemoryRule, params: Params) -> dict:
-    """Slow parameters as rows; a number of a matrix as a row [1, out] of it."""
+    """Slow parameters as rows; a number that belongs to a matrix fills a row [1, out]."""
     slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
     if rule.forget_to_start:
         dtype = state_dtype(params["weights"][0].dtype)
@@ -164,13 +164,13 @@ def slow_rows(rule: MemoryRule, params: Params) -> dict:
 
 
 def fill_lanes(rule: MemoryRule, matrices):
-    """Fast matrices [in, out] whose out is narrow as [out, in], if nothing but products is done with them."""
+    """Fast matrices [in, out] with out < in as [out, in], if nothing but products is done with them."""
     if not rule.retention.linear:
         return matrices
     return jax.tree.map(lambda w: Transposed(w.T) if w.shape[1] < w.shape[0] else w, matrices)
 
 
 def upright(matrices):
-    """`fill_lanes` undone."""
+    """The inverse of `fill_lanes`."""
     is_transposed = lambda w: isinstance(w, Transposed)  # noqa: E731
     return jax.tree.map(lambda w: w.array.T if is_transposed(w) else w, matrices, is_leaf=is_transposed)

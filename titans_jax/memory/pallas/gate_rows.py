@@ -1,4 +1,4 @@
-"""Scalar gates in the rows that a kernel reads, and the coefficients made of them there.
+"""Scalar gates packed in the rows that a kernel reads, and the coefficients made from them in the kernel.
 
 Cumulative logs are made outside, where all blocks are one product; their differences and products inside.
 """
@@ -15,8 +15,8 @@ from titans_jax.memory.gates import Gates
 
 
 class RowLayout(NamedTuple):
-    """What the rows hold: the gates of so many matrices, with momentum or not; restarts: documents may start inside a
-    block; flags: further rows behind."""
+    """What the rows hold. matrices: how many matrices have gates. has_momentum: whether these include momentum.
+    restarts: whether documents may start inside a block. flags: how many further rows come last."""
 
     matrices: int
     has_momentum: bool
@@ -49,7 +49,7 @@ def pack_rows(gates: Gates, flags: list[jax.Array], resets: jax.Array | None = N
 
 
 def unpack_rows(rows: jax.Array, layout: RowLayout, operand_dtype) -> UnpackedRows:
-    """`pack_rows` of one block inside a kernel: rows [n, tokens]."""
+    """The inverse of `pack_rows`, for the rows [n, tokens] of one block, inside a kernel."""
     matrices = layout.matrices
     sums = 4 if layout.restarts else 3
     kinds = sums * (1 + layout.has_momentum) + 1

@@ -1,6 +1,6 @@
 """`forms.gated_delta_rule` in a kernel: linear memories with gates of every channel.
 
-Step sizes, slopes and where documents start come as rows of a block's tokens; what channels forget is summed in the
+Step sizes, slopes and document numbers come as rows over a block's tokens; the log gates of channels are summed in the
 kernel.
 """
 
@@ -25,7 +25,7 @@ from titans_jax.ops import backend
 
 
 class KernelGatedDeltaRule(KernelAlgorithm):
-    """What `GatedDeltaRule` supports. No chunk stays open, as every token is one."""
+    """Rules that `GatedDeltaRule` supports. No chunk stays open, as every token is a chunk."""
 
     algorithm = GatedDeltaRule
 
@@ -38,7 +38,7 @@ class KernelGatedDeltaRule(KernelAlgorithm):
         return backend.PALLAS.gated_delta_rule.tokens
 
     def pack(self, layout: BlockLayout, asked: Asked) -> Chunks:
-        """Rows [blocks, 1 .. 3, tokens]: step sizes, slopes of the bias and, with resets, `count_documents`, if any."""
+        """Rows [blocks, 1 .. 3, tokens]: step sizes; the bias's slopes, if gated; `count_documents`, with resets."""
         inputs, gates = layout.inputs, jax.vmap(write_gates)(layout.inputs.gates)
         slopes = inputs.gates.bias_gate
         rows = [x[..., 0] for x in (gates.step_size, slopes) if x is not None]

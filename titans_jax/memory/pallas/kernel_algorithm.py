@@ -1,5 +1,5 @@
-"""What a kernel's arrays are, and what a chunkwise algorithm needs to run inside one: gates packed in rows outside, and
-its `PreparedChunk` made of them inside. The step itself is the chunked form's own.
+"""The arrays of a kernel, and what a chunkwise algorithm needs to run inside one: gates are packed in rows outside, and
+its prepared part is made from them inside. The step itself is the chunked form's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titans_jax.ops import backend
 
 
 class Chunks(NamedTuple):
-    """What the steps over chunks read: leaves [n, chunks, rows, columns], n heads of any sequences.
+    """The inputs of the steps over chunks, leaves [n, chunks, rows, columns], n heads of any sequences.
 
     rows: the scalar gates, padding and flags (`gate_rows`), in one array because a small one fills a whole tile of
     memory. bias_gate: [.., tokens, 1 or head_dim] or None. log_key_retention .. erase: [.., tokens, head_dim] or None;
@@ -44,18 +44,18 @@ TOKENS = ("queries", "keys", "values", *CHANNEL_GATES)
 
 
 class HeadState(NamedTuple):
-    """What a kernel carries of a head from chunk to chunk: one matrix per fast weight each."""
+    """The state of a head that a kernel carries from chunk to chunk: one matrix per fast weight each."""
 
     weights: Matrices
     momentum: Matrices
 
 
 class Heads(NamedTuple):
-    """What all chunks of a head read: leaves [n, rows, columns].
+    """The inputs that all chunks of a head share, leaves [n, rows, columns].
 
-    slow: slow parameters, vectors as rows; numbers of matrices as rows that they fill. start, initial: before the first
-    token, and before a document's (None without resets); anchor: gradients of the first chunk are taken there, None if
-    at its start.
+    slow: slow parameters, vectors as rows; a number that belongs to a matrix fills a row. start: the state before the
+    first token. initial: the state that documents start with, None without resets. anchor: where gradients of the first
+    chunk are taken, None if at `start`.
     """
 
     slow: dict[str, jax.Array | tuple]
@@ -66,7 +66,7 @@ class Heads(NamedTuple):
 
 class Results(NamedTuple):
     """reads, surprise: [n, chunks, tokens, head_dim or 2]; end: the state after the last chunk; anchor: the weights at
-    the start of the chunk that stays open. surprise and anchor are None where nobody asks for them."""
+    the start of the chunk that stays open. surprise and anchor are None where they are not asked for."""
 
     reads: jax.Array
     surprise: jax.Array | None
@@ -75,14 +75,14 @@ class Results(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a kernel is asked for beside reads and the last state."""
+    """Which outputs a kernel is asked for, besides reads and the last state."""
 
     surprise: bool
     anchor: bool
 
 
 class UnpackedChunk(NamedTuple):
-    """What a step takes of one chunk of one head; is_open: 1 where it is the chunk that stays open, [1, 1], or None."""
+    """One chunk of one head, as a step takes it. is_open: 1 for the chunk that stays open, else 0, [1, 1]; or None."""
 
     tokens: Tokens
     prepared: Any
@@ -99,7 +99,7 @@ class KernelAlgorithm(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def supports(cls, rule: MemoryRule, gates: Gates) -> bool:
-        """Whether a kernel runs the rule with these gates this way."""
+        """Whether a kernel runs the rule with these gates by this algorithm."""
 
     @property
     @abc.abstractmethod
@@ -108,11 +108,11 @@ class KernelAlgorithm(abc.ABC):
 
     @abc.abstractmethod
     def pack(self, layout: BlockLayout, asked: Asked) -> Chunks:
-        """What the kernel reads, of one head laid out in blocks."""
+        """The kernel's inputs, from one head laid out in blocks."""
 
     @abc.abstractmethod
     def unpack(self, chunk: Chunks, asked: Asked, restarts: bool) -> UnpackedChunk:
-        """`pack` undone for one chunk, inside the kernel. restarts: documents may start."""
+        """The inverse of `pack` for one chunk, inside the kernel. restarts: documents may start."""
 
     def step(
         self,
@@ -135,18 +135,18 @@ class KernelAlgorithm(abc.ABC):
 
     @property
     def chunkwise(self) -> ChunkAlgorithm:
-        """The algorithm on the backend that a kernel is."""
+        """The algorithm on the backend of kernels."""
         return self.algorithm(self.rule, backend.PALLAS)
 
 
 def tokens_of(chunk: Chunks) -> Tokens:
-    """The leaves that a step reads."""
+    """The leaves of a chunk that a step takes."""
     own = chunk.bias_gate, chunk.key_step_size, chunk.value_step_size, chunk.erase
     return Tokens(chunk.queries, chunk.keys, chunk.values, *own)
 
 
 def chunks_of(layout: BlockLayout, rows: jax.Array) -> Chunks:
-    """What a layout's inputs are, with packed rows."""
+    """The inputs of a layout as `Chunks`, with packed rows."""
     inputs, gates = layout.inputs, layout.inputs.gates
     channels = {name: getattr(gates, name) for name in CHANNEL_GATES}
     return Chunks(inputs.queries, inputs.keys, inputs.values, rows, gates.bias_gate, **channels)

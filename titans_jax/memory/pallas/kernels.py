@@ -1,10 +1,10 @@
 """The kernels of the fused form: a group of chunks of several heads in every step of their grid.
 
-They run the chunked form's own step, so whatever memory, bias and retention it traces is here too, and the backward
-kernel is `jax.vjp` of the same function, chunks taken from the last to the first, the coefficients of the gates
-included. The grid is (groups of heads, groups of chunks); of every group of chunks the forward kernel keeps the start
-state, from which the backward kernel runs it once more. Where nothing shall be kept between the two, a third kernel
-makes the states again, which takes no reads.
+They run the chunked form's own step, so they run every memory, bias and retention that it does. The backward kernel is
+`jax.vjp` of the same function, the coefficients of the gates included, over chunks from the last to the first. The grid
+is (groups of heads, groups of chunks); the forward kernel keeps the start state of every group of chunks, from which
+the backward kernel runs the group once more. Where nothing is to be kept between the two, a third kernel computes these
+states again, without reads.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from titans_jax.ops.pallas_tpu import (
 )
 
 STATE_TOKENS, MOST_CHUNKS = 64, 8
-"""Tokens, and chunks at most, for which one state is stored for the backward pass, which runs them once more but for
-the last: storing overlaps with a kernel's work, repeating does not."""
+"""For so many tokens, and at most so many chunks, one state is stored. The backward pass runs all of these chunks but
+the last once more: storing overlaps with a kernel's work, repeating does not."""
 STATES_SHARE = 1 / 8
-"""Share of the VMEM that a kernel may use for the states of a head's chunks that share a stored one."""
+"""Share of a kernel's VMEM for the states of those of a head's chunks that share one stored state."""
 MOST_HEADS = 32
-"""Heads, at most: more are no faster and take minutes to compile."""
+"""The most heads at a time: more are no faster and take minutes to compile."""
 
 
 class KernelSize(NamedTuple):
-    """How much a kernel takes at once, and float32 values that it was found to need of VMEM with its blocks.
+    """How much a kernel takes at once, and how many float32 values it was found to need in VMEM beside its blocks.
 
-    tokens: over heads. Their matrix products are independent, so one head's latency is the others' time.
-    lanes: values per token and lane of the fast matrices. matrices: copies of a head's matrices, where their retention
-    is not linear. sums: of log gates, per border that a token is at, channel and retention of channels.
+    tokens: of all heads together. Heads' matrix products are independent, so others run during one head's latency.
+    lanes: values per token and per row or column, whichever are more, of every fast matrix. matrices: copies of a
+    head's matrices, where their retention is not linear. sums: of log gates, per level of halving, token, channel and
+    side with channel-wise retention.
     """
 
     tokens: int
@@ -59,7 +60,7 @@ FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1), KernelSize(1024, 27, 3, 2)
 
 
 def grid_steps(rule: MemoryRule, chunks: Chunks, start: HeadState, neighbours: int, size: KernelSize) -> Steps:
-    """As many heads as make `size.tokens` tokens of a chunk, as many chunks as share a stored state."""
+    """As many heads as have `size.tokens` tokens together in a chunk, and as many chunks as share a stored state."""
     n, count, tokens, head_dim = chunks.queries.shape
     shapes = [w.shape[1:] for w in jax.tree.leaves(start.weights)]
     state_bytes = sum(tiled_bytes(x.shape[1:], x.dtype) for x in jax.tree.leaves(start))
@@ -96,7 +97,7 @@ def run_forward(
 
 
 def run_states(algorithm: KernelAlgorithm, asked: Asked, neighbours: int, chunks: Chunks, heads: Heads) -> tuple:
-    """`run_forward`'s states, and nothing read."""
+    """The states of `run_forward`, without reads."""
     steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, FORWARD)
     states = state_shapes(algorithm.rule, steps, chunks, heads)
     step = functools.partial(algorithm.step, asked._replace(surprise=False))
@@ -105,7 +106,7 @@ def run_states(algorithm: KernelAlgorithm, asked: Asked, neighbours: int, chunks
 
 def state_shapes(rule: MemoryRule, steps: Steps, chunks: Chunks, heads: Heads):
     """Shapes of the states before every group of chunks."""
-    # A chunk's products take its start state in the operands' dtype anyway; what is run on from there would not.
+    # A chunk's products take its start state in the operands' dtype anyway; later chunks run from it would not.
     narrow = rule.retention.linear and steps.chunks == 1
 
     def shape(x):
@@ -116,15 +117,15 @@ def state_shapes(rule: MemoryRule, steps: Steps, chunks: Chunks, heads: Heads):
 
 
 def step_heads(step, slow, state, anchor, initial, chunk: Chunks, is_first):
-    """`KernelAlgorithm.step` for several heads at once; the anchor of the sequence's first chunk may be another than
-    its start."""
+    """`KernelAlgorithm.step` for several heads at once; the anchor of the sequence's first chunk may differ from its
+    start state."""
     if anchor is not None:
         anchor = jax.tree.map(lambda a, w: jnp.where(is_first, a, w), anchor, state.weights)
     return jax.vmap(step)(slow, state, anchor, initial, chunk)
 
 
 def go_forward(step, steps: Steps, chunks: Chunks, heads: Heads, outputs: tuple):
-    """The forward kernel, for outputs (results, states), () for what is not asked for."""
+    """The forward kernel, for outputs (results, states), either of them () where it is not asked for."""
 
     def kernel(chunks, heads, results, states, carried):
         group = pl.program_id(1)
@@ -223,7 +224,7 @@ def side_by_side(chunks: Chunks, neighbours: int) -> Chunks:
 
 
 def on_tokens(function, chunks: Chunks) -> dict:
-    """What has head_dim numbers per token, each by a function."""
+    """The leaves of chunks with head_dim numbers per token, by name, with `function` applied to each."""
     arrays = {name: getattr(chunks, name) for name in TOKENS}
     return {name: function(x) for name, x in arrays.items() if x is not None}
 

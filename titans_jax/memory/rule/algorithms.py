@@ -1,7 +1,7 @@
-"""Memory algorithms: how a token's inner gradient becomes a step (Miras, fourth choice), and what the memory then is.
+"""Memory algorithms: how a token's inner gradient becomes a step (Miras, fourth choice), and how the memory is read.
 
-An algorithm sees the architecture through four functions that plain descent leaves as they are; least squares, which
-keeps sufficient statistics instead of a solution, replaces them.
+An algorithm sees the architecture through `shapes`, `slow`, `read` and `inner_loss`, which plain descent leaves as they
+are; least squares, which keeps sufficient statistics instead of a solution, replaces them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Split = Callable[[int], tuple[Apply, ...]]
 
 
 class Written(NamedTuple):
-    """What tokens write, leaves [..., head_dim]: gate, the bias's own, [..., 1 or head_dim] or None; at_read, zeros
+    """What tokens write, leaves [..., head_dim]. gate: `Gates.bias_gate`, [..., 1 or head_dim], or None. at_read: zeros
     that are added to the read, so that the gradient with respect to them is the cotangent at the read."""
 
     key: jax.Array
@@ -42,13 +42,14 @@ class Algorithm:
     gradient only goes into S; the memory moves once a chunk, at its end, by the mean step size of the chunk's tokens
     times `direction(S)`. momentum_by_chunk: eta acts once a chunk too, that of its first token.
     linear_only: the algorithm is defined for a linear memory with an L2 bias and plain decay.
-    descends: the step is the gradient of the bias at the architecture's own read, which is what a query reads; the
-    closed forms need it. keeps_statistics: the fast weights are sums over tokens that do not depend on the memory, so
+    descends: the step is the gradient of the bias at the architecture's own read, which queries use too; the closed
+    forms need this. keeps_statistics: the fast weights are sums over tokens that do not depend on the memory, so
     that chunks of any length are exact (Mesa).
     products_per_read: how often a read applies the memory.
-    operations: operations of it that not every backend has ("custom_linear_solve").
+    operations: operations that it uses and not every backend has ("custom_linear_solve").
 
-    A subclass that overrides `read`, `inner_loss` or `shapes` has descends and keeps_statistics only if it says so.
+    A subclass that overrides `read`, `inner_loss` or `shapes` has descends and keeps_statistics only if it declares
+    them.
     """
 
     has_momentum = False
@@ -68,24 +69,24 @@ class Algorithm:
         drop_inherited(cls, {"descends": False, "keeps_statistics": False}, ("read", "inner_loss", "shapes"))
 
     def with_momentum(self, momentum: bool) -> Algorithm | None:
-        """The same algorithm with momentum, or without it; None where there is no such one."""
+        """The same algorithm with momentum, or without it; None where there is none."""
         return self if momentum == self.has_momentum else None
 
     def step_sizes(
         self, step_size: jax.Array, key_step: jax.Array | None, value_step: jax.Array | None, keys: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The step that is taken, of the gate [time, matrices] and the keys [time, head_dim], and its factor on the
-        channels of values, of the gates' factors on those of keys and of values [time, head_dim] or None."""
+        """(the step size that is taken, its factor per value channel), from the gates' step size [time, matrices],
+        their factors per key and per value channel [time, head_dim] or None, and the keys [time, head_dim]."""
         return step_size, value_step
 
     @property
     def whole_tokens(self) -> bool:
-        """Whether it weighs tokens as a whole, so that no gate may differ between channels."""
+        """Whether the algorithm weighs tokens as a whole, so that no gate may differ between channels."""
         return self.window > 1 or self.steps_by_chunk
 
     def direction(self, step: jax.Array, operand_dtype: jnp.dtype) -> jax.Array:
-        """Where a step S [in, out] leads: the change of a fast matrix, of S itself but for rules that step by chunks,
-        whose change is this times a step size."""
+        """The direction in which S [in, out] changes a fast matrix: S itself, except for rules that step by chunks,
+        whose change is this direction times a step size."""
         return step
 
     def shapes(self, architecture: Architecture, head_dim: int) -> Shapes:
@@ -97,7 +98,7 @@ class Algorithm:
         return architecture.slow(head_dim)
 
     def read(self, architecture: Architecture, linears: Split, params: Params, x: jax.Array) -> jax.Array:
-        """What a query reads, [..., head_dim]; linears(n) are n `linear`, each with its share of the outputs."""
+        """What a query reads, [..., head_dim]; linears(n): n functions `linear`, each with its share of the outputs."""
         (linear,) = linears(1)
         return architecture.read(linear, params, x)
 
@@ -127,7 +128,7 @@ class GradientDescent(Algorithm):
             raise ValueError(f"steps is {self.steps!r}: a token needs an integer of 1 or more, for example 2.")
 
     def with_momentum(self, momentum: bool) -> Algorithm | None:
-        """See `Algorithm`: of a single step at the memory before it forgets."""
+        """See `Algorithm`: momentum needs a single step a token, with its gradient taken before forgetting."""
         if not momentum:
             return self
         return Momentum() if self == GradientDescent() else None
@@ -203,12 +204,11 @@ class Muon(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaGradientDescent(Algorithm):
-    """W_t = (a_t I - theta_t x^T x) W_{t-1} - theta_t u_t for the matrices that read the key, x being what they are
-    given; W_t = a_t W_{t-1} - theta_t u_t for the others (Nested Learning, arXiv 2512.24695;
-    memory/later_models.md, Hope).
+    """W_t = (a_t I - theta_t x^T x) W_{t-1} - theta_t u_t for the matrices that read the key, x being their input;
+    W_t = a_t W_{t-1} - theta_t u_t for the others (Nested Learning, arXiv 2512.24695; memory/later_models.md, Hope).
 
-    The erased term is the gradient of ||x W||^2 / 2, which the inner loss therefore has beside the bias. With momentum
-    both are in S_t.
+    The erased term is the gradient of ||x W||^2 / 2, which is therefore added to the bias in the inner loss. With
+    momentum both are in S_t.
     """
 
     has_momentum: bool = False
@@ -239,12 +239,12 @@ class DeltaGradientDescent(Algorithm):
 
 @dataclasses.dataclass(frozen=True)
 class Implicit(Algorithm):
-    """The step that solves argmin_W theta/2 ||k W - v||^2 + 1/2 ||W - W_{t-1}||^2: theta / (1 + theta ||k||^2) of the
-    gradient (Longhorn, arXiv 2407.14207).
+    """The step that solves argmin_W theta/2 ||k W - v||^2 + 1/2 ||W - W_{t-1}||^2: the gradient times
+    theta / (1 + theta ||k||^2) (Longhorn, arXiv 2407.14207).
 
     `value_step_size` s gives column j of W a theta of its own, theta s_j, as the paper has it, and the exact step
-    theta s_j / (1 + theta s_j ||k||^2). With `key_step_size` m rows are held by their own weight, (w - w_{t-1})^2 / m_i
-    in place of the square, and ||k||^2 is the sum of m_i k_i^2 (derived).
+    theta s_j / (1 + theta s_j ||k||^2). With `key_step_size` m, the entries w of row i of W are held by
+    (w - w_{t-1})^2 / m_i in place of the plain square, and ||k||^2 is the sum of m_i k_i^2 (derived).
     """
 
     linear_only = True
@@ -254,7 +254,7 @@ class Implicit(Algorithm):
     ) -> tuple[jax.Array, jax.Array | None]:
         squares = jnp.square(keys) if key_step is None else jnp.square(keys) * key_step
         once = step_size * jnp.sum(squares, axis=-1, keepdims=True)
-        if value_step is not None:  # of the step with the factor 1
+        if value_step is not None:  # relative to the step with the factor 1
             value_step = value_step * (1 + once) / (1 + once * value_step)
         return step_size / (1 + once), value_step
 
@@ -264,8 +264,9 @@ class LeastSquares(Algorithm):
     """W_t = argmin_W sum_i zeta_ti ||k_i W - v_i||^2 + ||ridge^(1/2) W||^2, exactly, at every token (Mesa, arXiv
     2506.05233).
 
-    One fast matrix [head_dim, 2 head_dim] sums k^T v and k^T k with the retention zeta; a read solves (K + ridge) x = q
-    by conjugate gradients and is x times the sum of k^T v. The ridge is a learned positive diagonal ("log_ridge").
+    One fast matrix [head_dim, 2 head_dim] holds the sums of k^T v and of k^T k, the latter called K, with the retention
+    zeta. A read solves (K + ridge) x = q by conjugate gradients, and is x times the sum of k^T v. The ridge is a
+    learned positive diagonal ("log_ridge").
     """
 
     iterations: int = 30

@@ -24,7 +24,7 @@ from titans_jax.registry import Registry
 
 NORM_EPSILON = 1e-6
 MOST_FEATURES = 1 << 14
-"""Inputs of a polynomial memory's first matrix: more would be a model of its own in every head."""
+"""The most inputs of a polynomial memory's first matrix: with more, a single head would be as large as a model."""
 
 Apply = Callable[[int, jax.Array], jax.Array]
 """(i, x [..., in]) -> fast matrix i applied to x, [..., out]; every form passes its own."""
@@ -45,9 +45,9 @@ class Architecture(abc.ABC):
 
     An architecture declares normalized: a norm behind the last matrix takes out the mean, so positive weights suffice;
     and linear: M(x) = x W, one matrix [head_dim, head_dim] and nothing else, which the closed forms need. A subclass
-    that overrides `read` or `shapes` has them only if it says so. input_matrices: how many of the first matrices read
-    the input itself, which counts of operations need. operations: operations of it that not every backend has
-    ("array_constant").
+    that overrides `read` or `shapes` has these two only if it declares them. input_matrices: how many of the first
+    matrices read the input itself, for delta gradient descent and for counts of operations. operations: operations that
+    it uses and not every backend has ("array_constant").
     """
 
     linear = False
@@ -72,8 +72,8 @@ class Architecture(abc.ABC):
         return {}
 
     def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
-        """Variance over channels of what a normalized memory's norm is given, for a unit key and start weights of
-        standard deviation size/sqrt(in), a size for each matrix (`init_params`); 0 where it is not known."""
+        """Variance over channels of the input of a normalized memory's norm, for a unit key and start weights of
+        standard deviation size/sqrt(in), one size per matrix (`init_params`); 0 where it is not known."""
         return 0.0
 
     @property
@@ -131,7 +131,7 @@ class SkipMlp(Mlp):
 
 
 class BehindNorm(Architecture):
-    """M(x) = x + LN(N(x)), N being the network that is the next base of a subclass; the norm's scale is slow."""
+    """M(x) = x + LN(N(x)), N being the network of a subclass's next base; the norm's scale is a slow parameter."""
 
     normalized = True
 
@@ -145,11 +145,11 @@ class BehindNorm(Architecture):
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class ResidualMlp(BehindNorm, Mlp):
-    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is slow (memory/README.md, The
-    rule; Readings)."""
+    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is a slow parameter
+    (memory/README.md, The rule; Readings)."""
 
     def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
-        """What a matrix gives is normal, with the mean square of what it is given as its variance."""
+        """The output of a matrix is normal, and its variance is the mean square of the matrix's input."""
         *hidden, last = sizes
         variance = self.input_square(head_dim)
         gelu = lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
@@ -158,19 +158,19 @@ class ResidualMlp(BehindNorm, Mlp):
         return last**2 * variance * (1 - 1 / head_dim)
 
     def input_square(self, head_dim: int) -> float:
-        """The mean square of what the first matrix is given, for a unit key."""
+        """The mean square of the first matrix's input, for a unit key."""
         return 1 / head_dim
 
 
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class PolynomialMlp(ResidualMlp):
-    """M(x) = x + LN(MLP(phi(x))), phi(x) the monomials of x up to a degree, those of degree i times a slow number a_i
-    that starts at 1/i! (ATLAS, arXiv 2505.23735, phi_p; that its memory keeps the residual and the norm of the others
-    is our reading).
+    """M(x) = x + LN(MLP(phi(x))), phi(x) the monomials of x up to a degree, those of degree i times a slow parameter
+    a_i that starts at 1/i! (ATLAS, arXiv 2505.23735, phi_p; that its memory keeps the residual and the norm of the
+    others is our reading).
 
     The first matrix has C(head_dim + degree, degree) inputs, the constant among them. Raises ValueError for a degree
-    that is no integer of 1 or more, and, with a head_dim, for one with more than `MOST_FEATURES` of them.
+    that is no integer of 1 or more; `shapes` raises it for a head_dim that makes more than `MOST_FEATURES` inputs.
     """
 
     degree: int = 2
@@ -201,9 +201,9 @@ class PolynomialMlp(ResidualMlp):
         return super().slow(head_dim) | {"degree_scale": jnp.array(scale, jnp.float32)}
 
     def input_square(self, head_dim: int) -> float:
-        """Its mean over unit keys of all directions, whose squared entries have a Dirichlet distribution: the mean of
-        the sum over monomials of degree i is the coefficient of t^i in (sum_n (1/2)_n t^n)^head_dim, over (head_dim /
-        2)_i, (x)_n being x (x + 1) .. (x + n - 1) (derived)."""
+        """The mean over unit keys of all directions, whose squared entries have a Dirichlet distribution: the mean of
+        the sum over squared monomials of degree i is the coefficient of t^i in (sum_n (1/2)_n t^n)^head_dim, divided by
+        (head_dim / 2)_i, (x)_n being x (x + 1) .. (x + n - 1) (derived)."""
         one = [rising(0.5, n) for n in range(self.degree + 1)]
         sums = np.ones(1)
         for _ in range(head_dim):
@@ -239,7 +239,7 @@ class ResidualGatedMlp(BehindNorm, GatedMlp):
     other memories here."""
 
     def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
-        """That of the two matrices in front, independent of each other, and of the one behind."""
+        """From the outputs of the two matrices in front, which are independent, and the matrix behind them."""
         silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
         first, second, last = (size**2 for size in sizes)
         return last * normal_square(silu, first / head_dim) * second / head_dim * (1 - 1 / head_dim)
@@ -262,7 +262,7 @@ def monomials(x: jax.Array, scale: jax.Array) -> jax.Array:
     scale = scale.astype(x.dtype)
     found = [jnp.broadcast_to(scale[0], (*x.shape[:-1], 1)), scale[1] * x]
     for degree in range(2, scale.shape[0]):
-        # Factors are picked by products: the gradient of an index would be a scatter, one number after the other.
+        # Factors are picked by matrix products: the gradient of indexing would be a scatter, one number after another.
         factors = (matmul(x, jnp.asarray(pick, x.dtype), x.dtype) for pick in picks(x.shape[-1], degree))
         found.append(scale[degree] * math.prod(factors))
     return jnp.concatenate(found, axis=-1)
@@ -277,8 +277,8 @@ def picks(inputs: int, degree: int) -> np.ndarray:
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """`jax.nn.gelu`, the tanh approximation, in as few operations as value and slope together take: apart from its
-    matrix products, a memory does little else."""
+    """`jax.nn.gelu`, the tanh approximation, with few operations for value and slope together: a memory does little
+    else besides matrix products."""
     return gelu_and_slope(x)[0]
 
 

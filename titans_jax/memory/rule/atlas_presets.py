@@ -12,14 +12,14 @@ from titans_jax.memory.rule.presets import WINDOW, register_preset
 from titans_jax.memory.rule.rule import MemoryRule
 
 
-# Steps that do not shrink with the error: half of the largest at first is too far (memory/README.md).
+# These steps do not shrink with the error, so half of the largest is too far at first (memory/later_models.md).
 @register_preset(gates=GateChoices("forget", "bounded_low", forget_bias=FORGET_BIAS))
 def atlas(omega_window: int | None = None, depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule:
-    """ATLAS (arXiv 2505.23735): OmegaNet with momentum, whose sum takes one orthogonal step (Newton-Schulz) at every
-    chunk's end; the paper's at every token is chunk_size 1.
+    """ATLAS (arXiv 2505.23735): OmegaNet with momentum, which takes one orthogonal step (Newton-Schulz) along its
+    momentum at every chunk's end; the paper's step at every token is chunk_size 1.
 
-    omega_window: None is 16, or the chunk where that is shorter. The architecture `residual_gated_mlp` in place of its
-    own makes it Atlas++.
+    omega_window: None is 16, or the chunk where that is shorter. With the architecture `residual_gated_mlp` in place of
+    this one it is Atlas++.
     """
     algorithm = algorithms.muon(min(WINDOW, chunk_size) if omega_window is None else omega_window)
     return MemoryRule(
@@ -44,7 +44,7 @@ def dla(omega_window: int | None = None, depth: int = 2, expansion: int = 4, chu
 @register_preset(gates=GateChoices(step_size="double"))
 def lact(expansion: int = 4, chunk_size: int = 16) -> MemoryRule:
     """LaCT (arXiv 2505.23884): SwiGLU fast weights that descend -<M(k), v> by one orthogonal step a chunk, after which
-    every unit's incoming weights get their norm back. Its chunks are long, 2,048 tokens, and its expansion is 1.
+    every unit's incoming weights get their norm back. The paper's chunks have 2,048 tokens, its expansion is 1.
     """
     algorithm = algorithms.muon(coefficients="lact", momentum_by_chunk=True)
     return MemoryRule(

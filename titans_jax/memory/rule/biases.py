@@ -1,8 +1,8 @@
 """Attentional biases: the inner loss of one token (Miras eq 10-17; memory/README.md, The rule). Each is one function;
 the engine differentiates it.
 
-A bias may take a number of every token with it, `Gates.bias_gate`: the threshold of the Huber losses, the shift of
-`value_shift`, the slope of `affine`. Where the gate is None, `delta` counts, and for `affine` a slope of 1.
+A bias may take a parameter from every token, `Gates.bias_gate`: the threshold of the Huber losses, the shift of
+`value_shift`, the slope of `affine`. Where the gate is None, `delta` is used instead, and for `affine` a slope of 1.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ register_bias = BIASES.register
 class AttentionalBias(abc.ABC):
     """The inner loss of one token. A bias declares:
 
-    takes_gate: it takes a number from every token, `Gates.bias_gate`. gate_by_channel: it may differ by channel.
+    takes_gate: it takes a parameter from every token, `Gates.bias_gate`. gate_by_channel: that may differ by channel.
     affine: its cotangent is slope(gate) * read - value, for which a linear memory has a closed form over a whole block
     of tokens; it then has `slope`. constant_slope: that slope where it is the same for all tokens, or None.
 
-    A subclass that overrides `__call__` or `slope` has affine, constant_slope and gate_by_channel only if it says so.
+    A subclass that overrides `__call__` or `slope` has affine, constant_slope and gate_by_channel only if it
+    declares them.
     """
 
     takes_gate = False
@@ -67,7 +68,7 @@ class AffineBias(AttentionalBias):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaBias(AttentionalBias):
-    """A bias with a size `delta` at which it changes; a token's gate takes its place, unless it is `constant`."""
+    """A bias with a threshold or shift `delta`, in whose place a token's gate is used unless it is `constant`."""
 
     delta: float = 1.0
     constant: bool = dataclasses.field(default=False, kw_only=True)
@@ -137,9 +138,9 @@ class Affine(AffineBias):
 class Lp(AttentionalBias):
     """||read - value||_p^p, p >= 1 (Miras eq 10-11), with the smooth sign and absolute value of its remark 5.
 
-    cotangent p tanh(sharpness r) (r^2 + epsilon)^((p-1)/2); for even p the polynomial p r^(p-1), as it is. sharpness is
-    open in the paper. None is 50, or what makes the cotangent as steep as its argument at 0, where that is less: where
-    it is steeper, each write magnifies the one before, and no model trains (memory/what_was_tried.md).
+    cotangent p tanh(sharpness r) (r^2 + epsilon)^((p-1)/2); for even p the polynomial p r^(p-1), as it is. The paper
+    leaves sharpness open. None is 50 or, if that is less, the sharpness for which the cotangent has slope 1 at 0: with
+    a steeper one, each write magnifies the one before, and no model trains (memory/what_was_tried.md).
     """
 
     p: float = 3.0

@@ -1,7 +1,7 @@
 """Gate choices: how a model makes the gates of a preset's memory from a token, as the preset's paper has them.
 
-    GateChoices(retention="forget", step_size="bounded")              words of the tables below
-    GateChoices(key=LearnedGate(lambda x: jax.nn.log_sigmoid(x) / 8, start=2.0))          a gate of one's own
+    GateChoices(retention="forget", step_size="bounded")              names from the tables below
+    GateChoices(key=LearnedGate(lambda x: jax.nn.log_sigmoid(x) / 8, start=2.0))          a gate of your own
 
 A learned gate is a function of a logit, which is linear in the token; the layer that makes the logits is
 `titans_jax.layers.memory_gates`.
@@ -27,22 +27,22 @@ from titans_jax.memory.rule.rule import MemoryRule
 FORGET_BIAS = -8.0
 # Memories without a norm of their own begin by forgetting within some hundred tokens.
 OPEN_BIAS = -5.0
-# Those that forget towards their start: the first head keeps 1/e for 1,100 tokens, the last for 8
+# For memories that forget towards their start: 1/e is left after 1,100 tokens in the first head, after 8 in the last
 # (memory/what_was_tried.md).
 SPREAD_BIAS = (-7.0, -2.0)
-# sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with steps of half the largest, those of a
-# chunk push one another on, and its gradients explode (memory/what_was_tried.md).
+# sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with steps of half the largest size, the writes
+# of a chunk enlarge one another, and its gradients explode (memory/what_was_tried.md).
 LOW_BIAS = -2.0
 SOFTPLUS_ONE = math.log(math.expm1(1.0))
 """softplus of it is 1."""
 
 
 Start = float | tuple[float, float]
-"""What a logit's bias starts at: one number, or those of the first and the last head."""
+"""The initial bias of a logit: one number for all heads, or one for the first head and one for the last."""
 
 
 def starts_of_heads(start: Start, heads: int) -> np.ndarray:
-    """The first bias of every head, float64 [heads]: of one head, the middle of two numbers."""
+    """The initial bias of every head, float64 [heads]; a single head gets the mean of two numbers."""
     first, last = start if isinstance(start, tuple) else (start, start)
     return np.linspace(first, last, heads) if heads > 1 else np.array([(first + last) / 2])
 
@@ -51,9 +51,9 @@ def starts_of_heads(start: Start, heads: int) -> np.ndarray:
 class LearnedGate:
     """A gate that is a function of a logit, elementwise: the step size, or the logarithm of the retention (<= 0).
 
-    start: the logit's bias at first; two numbers are those of the first and the last head, with even steps between them
-    (`starts_of_heads`). bounded: the function is in [0, 1], and its product with
-    `MemoryConfig.max_step_size`, in its unit, is the step size.
+    start: the logit's initial bias; two numbers are those of the first and the last head, with even steps between them
+    (`starts_of_heads`). bounded: the function is in [0, 1], and its product with `MemoryConfig.max_step_size`, in its
+    unit, is the step size.
     """
 
     function: Callable[[jax.Array], jax.Array]
@@ -61,33 +61,33 @@ class LearnedGate:
     bounded: bool = False
 
     def logits(self, name: str, count: int) -> dict[str, tuple[int, Start]]:
-        """The logits it needs of every token, {name: (how many, their bias at first)}."""
+        """The logits that the gate needs for every token, {name: (how many, their initial bias)}."""
         return {name: (count, self.start)}
 
 
 @dataclasses.dataclass(frozen=True)
 class ConstantGate:
-    """A gate that no token changes: a function of the heads' numbers [heads], 0 to heads - 1, and of how many there
-    are, to the logarithm of the retention, or the step size, of every head [heads]."""
+    """A gate that does not depend on the token: a function that takes the heads' numbers [heads], 0 to heads - 1, and
+    how many heads there are, and returns the logarithm of the retention, or the step size, of every head [heads]."""
 
     function: Callable[[jax.Array, int], jax.Array]
 
     def logits(self, name: str, count: int) -> dict[str, tuple[int, float]]:
-        """None."""
+        """No logits."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """Mamba2: a step of every token, softplus of a logit, and retention exp(-A step) with a learned A of every head.
+    """Mamba2: a step for every token, softplus of a logit, and retention exp(-A step) with a learned A for every head.
 
-    As a gate of key channels, every channel has a step of its own (Kimi Delta Attention, arXiv 2510.26692).
+    As a gate of key channels, it has a step for every channel (Kimi Delta Attention, arXiv 2510.26692).
     """
 
     start: ClassVar[float] = 0.0
 
     def logits(self, name: str, count: int) -> dict[str, tuple[int, float]]:
-        """One, of the step that retention and step size share."""
+        """One logit, of the step that retention and step size share."""
         return {"rate": (1, self.start)}
 
 
@@ -107,7 +107,7 @@ def rwkv(logit: jax.Array) -> jax.Array:
 
 
 def twice_sigmoid(logit: jax.Array) -> jax.Array:
-    """In (0, 2), so that a DeltaNet step can turn a key's content over (arXiv 2502.10297)."""
+    """In (0, 2), so that a DeltaNet step can reverse the sign of what a key holds (arXiv 2502.10297)."""
     return 2 * jax.nn.sigmoid(logit)
 
 
@@ -140,7 +140,7 @@ RETENTION_GATES: Mapping[str, Gate] = {
     "lightning": ConstantGate(lightning),
     "keep": ConstantGate(zeros),
 }
-"""What `GateChoices.retention` may be called."""
+"""Gates by the names that `GateChoices.retention` takes."""
 
 STEP_SIZE_GATES: Mapping[str, Gate] = {
     "bounded": LearnedGate(jax.nn.sigmoid, bounded=True),
@@ -151,52 +151,54 @@ STEP_SIZE_GATES: Mapping[str, Gate] = {
     "rate": Rate(),
     "one": ConstantGate(ones),
 }
-"""What `GateChoices.step_size` may be called."""
+"""Gates by the names that `GateChoices.step_size` takes."""
 
 CHANNEL_GATES: Mapping[str, LearnedGate] = {
     "forget": LearnedGate(forget, OPEN_BIAS),
     "gla": LearnedGate(gla),
     "rwkv": LearnedGate(rwkv, -3.0),
 }
-"""What `GateChoices.value` may be called."""
+"""Gates by the names that `GateChoices.value` takes."""
 
 KEY_GATES: Mapping[str, LearnedGate | Rate] = {**CHANNEL_GATES, "rate": Rate()}
-"""What `GateChoices.key` may be called."""
+"""Gates by the names that `GateChoices.key` takes."""
 
 
 STEP_SIDES: Mapping[str, tuple[str, ...]] = {"key": ("key",), "value": ("value",), "both": ("key", "value")}
-"""What `GateChoices.channel_steps` may be called."""
+"""Sides by the names that `GateChoices.channel_steps` takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GateChoices:
-    """How one preset fills `memory.Gates`. Each of the first four is a word of the tables above, or a gate of its own.
+    """How one preset fills `memory.Gates`. Each of the first four is a name from the tables above, or a gate itself.
 
     retention: "forget", 1 - sigmoid of a logit per matrix (Titans); "rate", exp(-A step) with a step softplus of a
     logit (Mamba2); "retnet" and "lightning", constants per head; "keep", 1.
     step_size: "bounded", max_step_size * sigmoid per matrix (Titans), at first half of it; "bounded_low", at first an
-    eighth; "sigmoid", "softplus", "double" (2 sigmoid, so that a DeltaNet step can turn over); "rate", the step of the
-    retention; "one".
+    eighth; "sigmoid", "softplus", "double" (2 sigmoid, so that a DeltaNet step can reverse a sign); "rate", the step of
+    the retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
-    (exp(-e^(-1/2) sigmoid)), or None; of inputs also "rate", as for retention with a step of every channel (Kimi).
+    (exp(-e^(-1/2) sigmoid)), or None; for inputs also "rate", as for retention, with a step for every channel (Kimi).
     lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
     softmax over the layers, from 0 in the first; as layers share no parameters, each learns its own here, from 1/2.
-    channel_steps: step sizes vary by channel too: True, on the same sides; "key", "value" or "both", on these.
-    bias_gate: the number of a bias that takes one per channel (Huber's threshold) is per channel, softplus of a logit.
-    Any other bias with a number of its own, and any where this is False, gets one per head in the same way; both start
-    at 1.
+    channel_steps: step sizes vary by channel too: True, on the sides with channel-wise retention; "key", "value" or
+    "both", on these sides.
+    bias_gate: a bias whose gate can differ by channel (Huber's threshold) gets one per channel, softplus of a logit.
+    Any other bias that takes a gate, and any where this is False, gets one per head in the same way; both start at 1.
     keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
     rank); "removal", a removal and a replacement key (RWKV-7); "rotated", a token's key and that of the token before,
-    turned by phases (Mamba-3, `layers.rotation`), or several of each, with gates of their own that those here multiply.
-    erase: "all", or with what part of its key a token's error is taken (`Gates.erase`): "channels", a sigmoid of every
-    channel, and another one multiplies the values that are written (Gated DeltaNet-2); "head", the sigmoid of a learned
-    number of every head, at first 0.73 (Comba).
-    corrected_queries: q - d k takes the place of the query q, d a learned number of every head (Comba).
-    preconditioned: the written key is divided by how often keys had its channels (`layers.preconditioner`).
-    forget_bias: the logits' start in gates called "forget", as `LearnedGate.start`.
+    turned by phases (Mamba-3, `layers.rotation`), or several of each, with gates of their own that the gates here
+    multiply.
+    erase: the part of its key with which a token's error is computed (`Gates.erase`): "all"; "channels", a sigmoid for
+    every channel, with another one that multiplies the written values (Gated DeltaNet-2); "head", the sigmoid of a
+    learned number for every head, at first 0.73 (Comba).
+    corrected_queries: q - d k takes the place of the query q, d a learned number for every head (Comba).
+    preconditioned: channels of the written key that earlier keys have used more are made smaller
+    (`layers.preconditioner`).
+    forget_bias: the initial bias of the logits of gates called "forget", as `LearnedGate.start`.
     shared: retention, momentum and step size are one number for all fast matrices (Titans v1), not one for each.
 
-    Raises ValueError for choices that are none, or exclude each other.
+    Raises ValueError for unknown choices, and for choices that exclude each other.
     """
 
     retention: str | Gate = "keep"
@@ -290,20 +292,20 @@ class GateChoices:
         return self.keys == "rotated"
 
     def projected_steps(self, rule: MemoryRule) -> int:
-        """How many keys and values of a token are projections: one for each inner step, unless they are made of one."""
+        """How many projected keys and values a token has: one for each inner step, unless all are made from one."""
         return rule.algorithm.steps if self.keys == "projected" else 1
 
     def key_rank(self, rule: MemoryRule) -> int:
-        """Keys and queries of a token for each of its values: several of rotated keys alone, each of which takes two
-        inner steps (Mamba-3's MIMO)."""
+        """Keys and queries of a token per projected value: more than one only for rotated keys, each of which takes
+        two inner steps (Mamba-3's MIMO)."""
         return rule.algorithm.steps // 2 if self.rotated_keys else 1
 
     def by_channel(self, rule: MemoryRule) -> bool:
-        """Whether the bias has a number per channel: a configuration may put a bias that takes none in its place."""
+        """Whether the bias has a gate per channel; a configuration may have put in a bias that takes none."""
         return self.bias_gate and rule.bias.takes_gate and rule.bias.gate_by_channel
 
     def scalar_logits(self, rule: MemoryRule, head_dim: int) -> dict[str, tuple[int, Start]]:
-        """The scalar logits of one head, {name: (how many, their bias at first)}."""
+        """The scalar logits of one head, {name: (how many, their initial bias)}."""
         matrices, steps = 1 if self.shared else len(rule.shapes(head_dim)), rule.algorithm.steps
         found = self.retention_gate.logits("retention", matrices)
         found |= self.step_size_gate.logits("step_size", matrices * steps)
@@ -317,7 +319,7 @@ class GateChoices:
         return found
 
     def channel_logits(self, rule: MemoryRule) -> dict[str, Start]:
-        """The logits of every channel, {name: their bias at first}; complement keys' come from the key projection."""
+        """The logits of every channel, {name: their initial bias}; those of complement keys are the key projection."""
         found = {}
         for side, gate in (("key", self.key_gate), ("value", self.value_gate)):
             if gate and not (side == "key" and self.complement_keys):
@@ -330,7 +332,7 @@ class GateChoices:
         return found | (dict.fromkeys(("erase", "write"), 0.0) if self.erase == "channels" else {})
 
     def example(self, rule: MemoryRule) -> Gates:
-        """Gates with a 1 for one token wherever a memory with these choices gets one: what a form is chosen by."""
+        """Example gates of one token, 1 for each gate that a memory with these choices has, to choose a form by."""
         one = jnp.ones((1, 1))
         steps = {f"{side}_step_size": one for side in self.step_sides}
         steps |= {"key_step_size": one} if self.preconditioned else {}

@@ -3,7 +3,7 @@
 The linear ones start from zero and take every token as a chunk of its own, exact in every form. Around them is the
 backbone that all memories here share, not that of their papers: a short convolution and SiLU (Mamba-3 has neither), a
 norm and a SiLU gate behind the read (Kimi's and Gated DeltaNet-2's gates are sigmoids of low rank, Mamba-3's norm is an
-option), keys and queries of every head (those of Mamba-3 are shared by all heads, but for their bias), and channel-wise
+option), keys and queries for every head (in Mamba-3 all heads share them, but for their bias), and channel-wise
 gates through a low rank (Gated DeltaNet-2's b and w are of full rank).
 """
 
@@ -19,7 +19,7 @@ from titans_jax.memory.rule.rule import MemoryRule
 def kimi_delta_attention() -> MemoryRule:
     """Diag(a) W - step k^T (k Diag(a) W - v): Gated DeltaNet that forgets by key channel (arXiv 2510.26692).
 
-    The retention a is Mamba2's, with a rate of every head and a step of every channel.
+    The retention a is Mamba2's, with a rate for every head and a step for every channel.
     """
     return delta()
 
@@ -28,7 +28,7 @@ def kimi_delta_attention() -> MemoryRule:
 def comba() -> MemoryRule:
     """a W - step k^T (p a W - v) with p = b k, read with q - d k (arXiv 2506.02475).
 
-    a and step as in Gated DeltaNet; b, a sigmoid, and d are learned numbers of every head. The equations are from
+    a and step are as in Gated DeltaNet; b, a sigmoid, and d are learned numbers, one per head. The equations are from
     secondary notes and public code.
     """
     return delta()
@@ -38,8 +38,8 @@ def comba() -> MemoryRule:
 def gated_deltanet_2() -> MemoryRule:
     """Diag(a) W - k^T ((b * k) Diag(a) W - w * v): erasing and writing have gates of their own (arXiv 2605.22791).
 
-    a as Kimi's; b of every key channel and w of every value channel are sigmoids. With b = w = step it is Kimi's rule.
-    The equation is from secondary notes and public code.
+    a is as in Kimi's; b, for every key channel, and w, for every value channel, are sigmoids. With b = w = step it is
+    Kimi's rule. The equation is from secondary notes and public code.
     """
     return delta()
 
@@ -48,14 +48,14 @@ def gated_deltanet_2() -> MemoryRule:
 def preconditioned_delta() -> MemoryRule:
     """a W - step (m * k)^T (k a W - v): Gated DeltaNet whose written key is preconditioned (arXiv 2604.21100).
 
-    m is in `key_step_size`; `titans_jax.layers.preconditioner` has its equations, and where they are from.
+    m is in `key_step_size`; `titans_jax.layers.preconditioner` has its equations and their source.
     """
     return delta()
 
 
 @register_preset(gates=GateChoices(step_size="sigmoid", key="rate", preconditioned=True))
 def preconditioned_kimi() -> MemoryRule:
-    """Diag(a) W - step (m * k)^T (k Diag(a) W - v): Kimi Delta Attention, preconditioned alike (arXiv 2604.21100)."""
+    """Diag(a) W - step (m * k)^T (k Diag(a) W - v): Kimi Delta Attention, preconditioned (arXiv 2604.21100)."""
     return delta()
 
 
@@ -63,8 +63,8 @@ def preconditioned_kimi() -> MemoryRule:
 def mamba3() -> MemoryRule:
     """a W + (1 - l) step a k_before^T v_before + l step k^T v, keys turned by phases (arXiv 2603.15569, SISO).
 
-    Two inner steps, of the token before and of the token itself; `titans_jax.layers.rotation` has the equations, and
-    where they are from.
+    Two inner steps, first that of the token before, then the token's own; `titans_jax.layers.rotation` has the
+    equations and their source.
     """
     return mamba3_mimo(mimo_rank=1)
 
@@ -74,7 +74,7 @@ def mamba3_mimo(mimo_rank: int = 4) -> MemoryRule:
     """a W + sum_j (1 - l) step a k_before,j^T v_before,j + l step k_j^T v_j (arXiv 2603.15569, MIMO): a token has
     `mimo_rank` keys, queries and values, whose reads are mixed; with 1 it is `mamba3`.
 
-    Two inner steps for each, first those of the token before; `titans_jax.layers.rotation` has the equations.
+    Two inner steps for each key, first those of the token before; `titans_jax.layers.rotation` has the equations.
     """
     if not isinstance(mimo_rank, int) or mimo_rank < 1:
         raise ValueError(f"mimo_rank is {mimo_rank!r}: a token has an integer of 1 or more keys, for example 4.")

@@ -1,9 +1,9 @@
 """Named models as rules with their gates: every row of Miras' Table 1, Mesa, OmegaNet, and the three models of Miras.
 
 `PRESETS` holds a `Preset` under each name, in the table's order: a function that makes its rule, and its gate choices.
-What a model puts into keys and values (HGRN2's key is 1 - retention) is in its docstring and its choices, and
-`titans_jax.layers` does it. The models with a matrix memory start from zero and take every token as a chunk of its own,
-so all their forms are exact. A preset of one's own is a function like these:
+How a model makes keys and values (HGRN2's key is 1 - retention) is in its docstring and its gate choices, and is done
+in `titans_jax.layers`. The models with a matrix memory start from zero and take every token as a chunk of its own, so
+all their forms are exact. A preset of your own is a function like these:
 
     @register_preset(gates=GateChoices("forget", "sigmoid"))
     def fading_memory() -> MemoryRule: ...
@@ -23,7 +23,7 @@ from titans_jax.registry import Registry
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A model by name: make(**choices) -> its rule, and how its gates are made from a token.
+    """A model by name: make(**choices) -> its rule, and the choices that make its gates from a token.
 
     The arguments of `make` that are fields of `titans_jax.config.MemoryConfig` too (depth, expansion, chunk_size, p, q,
     steps, mimo_rank, omega_window) are set by it.
@@ -55,7 +55,7 @@ def register_preset(name: str | None = None, gates: GateChoices = GateChoices())
 
 
 WINDOW = 16
-"""Tokens of the Omega rule's window, the most that ATLAS tries, and the best."""
+"""Tokens of the Omega rule's window: the longest that ATLAS tries, and the best."""
 MIRAS = GateChoices("forget", "bounded", "forget", "forget", channel_steps=True, forget_bias=FORGET_BIAS)
 """The gates of Miras' own models."""
 
@@ -110,9 +110,9 @@ def deltanet() -> MemoryRule:
 
 @register_preset(gates=GateChoices(step_size="softplus"))
 def longhorn() -> MemoryRule:
-    """DeltaNet with the implicit step b / (1 + b ||k||^2) (arXiv 2407.14207), b a number of the head.
+    """DeltaNet with the implicit step b / (1 + b ||k||^2) (arXiv 2407.14207), with one b per head.
 
-    The paper's b is one of every channel of the values, and so are the steps: `MemoryConfig.channel_steps` "value".
+    The paper has one b, and so one step, per value channel: that is `MemoryConfig.channel_steps` "value".
     """
     return matrix(biases.l2(), algorithms.implicit())
 
@@ -180,7 +180,7 @@ def omeganet(
     weight from a gate; equations from secondary notes.
 
     omega_window: None is 16, or the chunk where that is shorter. degree: of the polynomial features of keys and queries
-    (`architectures.polynomial_mlp`); None reads keys as they are, as the paper states no degree and that of 2 makes the
+    (`architectures.polynomial_mlp`). None: no such features, as the paper states no degree, and degree 2 makes the
     memory of a head of 64 seventeen times as large.
     """
     if degree is None:

@@ -1,4 +1,4 @@
-"""Retention gates: what is carried from token to token, and how the weights that are read follow from it (Miras eq
+"""Retention gates: which matrices are carried from token to token, and which weights are read from them (Miras eq
 18-27; memory/README.md, Retention gates that are not linear).
 
 Every gate of Miras carries matrices A (an accumulator, logits, or the weights themselves) that evolve linearly inside a
@@ -41,18 +41,19 @@ register_retention = RETENTIONS.register
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """How the carried matrices [in, out] lose their past, and what is read of them. A retention gate declares:
+    """How the carried matrices [in, out] lose their past, and which weights are read from them. A gate declares:
 
     linear: weights(A) = A and nothing happens at a chunk's end. homogeneous: weights(A) = slope(A) A.
-    one_slope: inside a chunk, reads move by `slope`, by products of matrices; without it every token's weights are
-    formed, which is exact and takes elementwise work of a matrix per token (`forms.token_weights`).
-    positive: the weights cannot be negative, so the memory must be one that does not need it. lags: a chunk's first
-    token takes a step of its own, `first`, after which its anchor is (see `forms.lag_token`).
-    operations: operations of it that not every backend has ("arctan", "lag_token", "start_weights"). In a TPU kernel,
-    numbers of a whole matrix must be rows, as `norm` makes them.
+    one_slope: inside a chunk the weights that are read move with the carried ones by `slope`, so that reads are matrix
+    products; without it every token's weights are formed, which is exact, but takes elementwise work on whole matrices
+    for every token (`forms.token_weights`).
+    positive: the weights cannot be negative, so the memory must be one that needs no negative ones. lags: a chunk's
+    first token takes a step of its own, `first`, after which its anchor is taken (see `forms.lag_token`).
+    operations: operations that it uses and not every backend has ("arctan", "lag_token", "start_weights"). In a TPU
+    kernel, a number that belongs to a whole matrix must be a row, as `norm` makes it.
 
     A subclass that overrides `weights`, `slope`, `close` or `first` has linear, homogeneous and one_slope only if it
-    says so.
+    declares them.
     """
 
     linear = False
@@ -72,26 +73,26 @@ class Retention:
         return weights
 
     def start_size(self, shape: tuple[int, int]) -> float:
-        """How large the weights that a memory starts from are, over those drawn, where they keep their distribution."""
+        """Size of the start weights relative to the random ones drawn, for gates that keep their distribution."""
         return 1.0
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
-        """What is read, of matrices at a chunk's start."""
+        """The weights that are read, given the carried matrices at a chunk's start."""
         return carried
 
     def slope(self, carried: Matrices, params: Params) -> Slopes:
-        """With one_slope, how far the weights move with the carried ones inside a chunk, a number per matrix, a row [1,
-        out] or 1.0: their derivative, with norms and thresholds held as they were at its start."""
+        """With one_slope, how far the weights move with the carried ones inside a chunk: their derivative, with norms
+        and thresholds held as at the chunk's start. One number per matrix, as a row [1, out] or 1.0."""
         return (1.0,) * len(carried)
 
     def close(self, carried: Matrices, opened: Matrices, params: Params) -> Matrices:
-        """What is carried on after a chunk that started at `opened`; without one_slope, also what a token inside it
-        would read the weights of."""
+        """The matrices carried on after a chunk that started at `opened`; without one_slope, also those whose `weights`
+        a token inside the chunk reads."""
         return carried
 
     def slow(self, shapes: Shapes) -> Params:
         """Start values of slow parameters, each [matrices]: a number per matrix. `weights`, `slope` and `close` get
-        them like that, or as a row [1, out] per matrix."""
+        them in this form, or as a row [1, out] per matrix."""
         return {}
 
 
@@ -105,7 +106,7 @@ class Decay(Retention):
 
 @dataclasses.dataclass(frozen=True)
 class Threshold(Retention):
-    """What the elastic nets share: a soft threshold, "exact" or in one of two smooth forms. "arctan" is the paper's |z|
+    """Base of the elastic nets: a soft threshold, "exact" or in one of two smooth forms. "arctan" is the paper's |z|
     arctan(z / threshold) 2 / pi, which shrinks by 2/pi of the threshold; "tanh" is z - threshold tanh(z / threshold),
     which shrinks by all of it."""
 
@@ -151,7 +152,7 @@ class ElasticNet(Threshold):
 @register_retention()
 @dataclasses.dataclass(frozen=True)
 class WeightNorm(Retention):
-    """At a chunk's end every unit's incoming weights, a column of W [in, out], get the norm back that they had in the
+    """At a chunk's end every unit's incoming weights, a column of W [in, out], are scaled back to their norm in the
     learned start (LaCT, arXiv 2505.23884: L2 normalisation along the inputs, in place of weight decay); inside a chunk
     W is linear."""
 
@@ -163,7 +164,7 @@ class WeightNorm(Retention):
         return tuple(w * self.scale(w, start) for w, start in zip(carried, params["weights"], strict=True))
 
     def scale(self, weights: jax.Array, start: jax.Array) -> jax.Array:
-        """What takes the columns' norms to those of the start, [1, out]; columns of 0 are finite."""
+        """Factors that take the columns' norms to those of the start, [1, out]; finite for columns of 0."""
         before, now = (jnp.sum(jnp.square(w), axis=0, keepdims=True) for w in (start.astype(weights.dtype), weights))
         return jnp.sqrt((before + 1e-30) / (now + 1e-30))
 
@@ -171,9 +172,9 @@ class WeightNorm(Retention):
 @register_retention()
 @dataclasses.dataclass(frozen=True)
 class FtrlElasticNet(Threshold):
-    """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but not forgotten.
+    """A_t = alpha_t A_{t-1} + S_t, W_t = S_threshold(A_t) (Miras eq 23): small sums are not read, but are kept.
 
-    Inside a chunk, entries below the threshold move as those above it.
+    Inside a chunk, entries below the threshold move like those above it.
     """
 
     one_slope = True
@@ -187,9 +188,9 @@ class FtrlElasticNet(Threshold):
 class NormPower(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = A_t / (||A_t||_q + epsilon)^(q-2), per matrix (Miras eq 24, Moneta: q = 4).
 
-    Inside a chunk the scale is that of the chunk's start. ||W||_q = ||A||_q^(3-q), so that some A gives the weights a
-    memory starts from, but for q = 3, where the norm is 1 whatever A is: such a memory starts in their direction, and
-    keeps that norm (derived). A matrix that is exactly 0 stays finite.
+    Inside a chunk the scale is that of the chunk's start. ||W||_q = ||A||_q^(3-q), so that some A gives any start
+    weights, except for q = 3, where the norm is 1 whatever A is: such a memory starts in the direction of the start
+    weights, with norm 1 (derived). A matrix that is exactly 0 stays finite.
     """
 
     q: float = 4.0
@@ -206,8 +207,8 @@ class NormPower(Retention):
         return weights * norm(weights, self.q) ** ((self.q - 2) / (3 - self.q))
 
     def start_size(self, shape: tuple[int, int]) -> float:
-        """1, and for q = 3 one over the norm of what is drawn: in x out normal numbers of variance 1/in; the mean
-        magnitude of the cube of a standard one is 2 sqrt(2 / pi)."""
+        """1; for q = 3, 1 over the 3-norm of the drawn weights, in x out normal numbers of variance 1/in: the mean of
+        |x|^3 for a standard normal x is 2 sqrt(2 / pi)."""
         inputs, outputs = shape
         cubes = 2 * math.sqrt(2 / math.pi) * inputs * outputs
         return math.sqrt(inputs) / cubes ** (1 / 3) if self.q == 3 else 1.0
@@ -224,13 +225,13 @@ class NormPower(Retention):
 class Lq(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / (||A||_p + epsilon)^(p-2), p = q / (q-1).
 
-    1 < q <= 2. The exact minimiser but for epsilon; the form printed in the paper is `norm_power(p)`,
-    the same at q = 2.
+    1 < q <= 2. The exact minimiser but for epsilon; the form printed in the paper is `norm_power(p)`, the same at
+    q = 2.
     """
 
     q: float = 1.5
     unconfigured = ("q",)
-    """Fields that those of `MemoryConfig` of the same name do not set: its q is `NormPower`'s."""
+    """Fields that fields of `MemoryConfig` of the same name do not set: the q there is that of `NormPower`."""
 
     def __post_init__(self) -> None:
         if not 1 < self.q <= 2:
@@ -298,7 +299,7 @@ class LaggedKullbackLeibler(KullbackLeibler):
         return carried
 
     def first(self, carried: jax.Array, retention: jax.Array, step: jax.Array, i: int, params: Params) -> jax.Array:
-        """W_1 of matrix i, of W_0, the token's retention and its step."""
+        """W_1 of matrix i, from W_0, the token's retention and its step."""
         size = params["simplex_size"].astype(carried.dtype)[i]
         return size * jax.nn.softmax(retention * jnp.log(jnp.maximum(carried, EPSILON)) + step, axis=0)
 
@@ -309,9 +310,9 @@ class FDivergence(Retention):
     """W_t = W_{t-1} * g(S_t - zeta_t), zeta_t such that every output unit's weights keep their sum (Miras eq 18).
 
     g: any increasing function that is not negative, (f')^-1 of the divergence; `jnp.exp` is Kullback-Leibler. It must
-    be a function of one argument that jax can trace. Inside a chunk W drifts linearly, and one multiplicative step from
-    the chunk's start to a token is taken on what the carried matrix moved since: with alpha = 1 that is the sum of its
-    steps.
+    be a function of one argument that jax can trace. Inside a chunk the carried matrix evolves linearly, and a token
+    reads one multiplicative step from the chunk's start, whose S_t is the change of the carried matrix since: with
+    alpha = 1, the sum of the steps.
     """
 
     g: Callable[[jax.Array], jax.Array] = jnp.exp
@@ -338,7 +339,7 @@ class FDivergence(Retention):
         def excess(zeta: jax.Array) -> jax.Array:
             return jnp.sum(opened * self.g(moved - zeta), axis=0, keepdims=True) - total
 
-        # g(unit) = 1 is found on a wide bracket; then zeta lies where no entry, and where every entry, would shrink.
+        # g(-unit) = 1 is found on a wide bracket; zeta lies between where no entry and where every entry would shrink.
         unit = bisect(lambda x: self.g(-x) - 1, jnp.full_like(total, -50), jnp.full_like(total, 50))
         low, high = (f(moved, axis=0, keepdims=True) + unit for f in (jnp.min, jnp.max))
         zeta = jax.lax.stop_gradient(bisect(excess, low, high))
@@ -407,8 +408,8 @@ class BregmanLogit(Retention):
 
 @jax.custom_jvp
 def softmax(matrix: jax.Array) -> jax.Array:
-    """The softmax of every column. Its derivative sums by products of matrices: XLA on a CPU is slow at sums of
-    elementwise ones."""
+    """The softmax of every column. Its derivative sums by matrix products: XLA on a CPU is slow at sums of elementwise
+    products."""
     return jax.nn.softmax(matrix, axis=0)
 
 
@@ -421,19 +422,19 @@ def softmax_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[
 
 
 def norm(matrix: jax.Array, q: float) -> jax.Array:
-    """||matrix||_q over all entries, as a row, with a finite gradient at 0; the largest entry is taken out first."""
+    """||matrix||_q over all entries, as a row, with a finite gradient at 0; the largest entry is divided out."""
     largest = jax.lax.stop_gradient(jnp.maximum(over_all(jnp.max, jnp.abs(matrix)), 1e-30))
     return largest * (over_all(jnp.sum, jnp.abs(matrix / largest) ** q) + 1e-30) ** (1 / q)
 
 
 def over_all(reduce: Callable, matrix: jax.Array) -> jax.Array:
-    """jnp.sum or jnp.max of all entries as a row [1, out] that it fills: a TPU kernel has no [1, 1], nor gradients of
-    it."""
+    """jnp.sum or jnp.max of all entries, repeated along a row [1, out]: a TPU kernel has no [1, 1] array, nor its
+    gradient."""
     return reduce(jnp.broadcast_to(reduce(matrix, axis=1, keepdims=True), matrix.shape), axis=0, keepdims=True)
 
 
 def check_size(size: float | None) -> None:
-    """Raises ValueError for a simplex whose sum is not above 0; None is one that the parameters choose."""
+    """Raises ValueError for a simplex whose sum is not above 0; None stands for the root of the number of inputs."""
     if size is not None and not size > 0:
         raise ValueError(f"size is {size!r}: a simplex needs a size above 0, for example 1.0.")
 

@@ -12,19 +12,19 @@ from titans_jax.memory.rule.retentions import Retention
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRule:
-    """The four choices of Miras plus the chunk: what is remembered, how error is measured, kept and descended.
+    """The four choices of Miras (network, inner loss, forgetting, descent) and the chunk size.
 
     chunk_size is part of the model (Titans eq 16; memory/README.md, Chunks and anchors): inner gradients are taken at
     the memory of the chunk's start.
     learned_start: the memory starts from learned weights (Titans, TTT, Miras) or from zero (linear recurrent models).
-    forget_to_start: what is carried is the change since the learned start, D = A - A_0, and retention acts on it alone:
+    forget_to_start: the state carries the change since the learned start, D = A - A_0, and retention acts on it alone:
     forgetting leads back to what was learned in training, not to zero. It is Miras' retention gate with R = ||W -
     M_0||^2 in place of ||W||^2 (memory/README.md, Forgetting to the start).
     stale: every token reads the memory of its chunk's start and no write of its own chunk, which may then be long (the
     global memory of TNT, arXiv 2511.07343).
-    bound_slope: where the norm behind the last matrix is steeper than at a fresh memory, a token's gradient is taken
-    min(1, v / v_0) times, v the variance of what the norm is given for its key, v_0 that at a fresh memory
-    (memory/README.md, Gates).
+    bound_slope: where the norm behind the last matrix is steeper than at a fresh memory, a token's gradient is made
+    smaller: it is multiplied by min(1, v / v_0), v the variance of the norm's input for the token's key, v_0 that at a
+    fresh memory (memory/README.md, Gates).
     Raises ValueError for choices that exclude each other.
     """
 
@@ -73,6 +73,11 @@ class MemoryRule:
                 f"algorithm is {self.algorithm}: it is defined for a linear memory with an L2 bias and decay; use "
                 "gradient_descent() or momentum() for any other."
             )
+        if self.algorithm.decay_first and self.chunk_size > 1:
+            raise ValueError(
+                f"chunk_size is {self.chunk_size}: the algorithm, {self.algorithm}, takes every gradient at the memory "
+                "that the token's own retention leaves; it must be 1."
+            )
         algorithm = self.algorithm
         plain_descent = algorithm.descends and not algorithm.decay_first and algorithm.steps == algorithm.window == 1
         plain_descent = plain_descent and not algorithm.steps_by_chunk
@@ -111,6 +116,6 @@ class MemoryRule:
         return self.algorithm.shapes(self.architecture, head_dim)
 
     def start_variance(self, head_dim: int) -> float:
-        """`Architecture.start_variance` with the weights that the retention gate makes of those drawn."""
+        """`Architecture.start_variance` of the weights that the retention gate makes of the drawn ones."""
         sizes = [self.retention.start_size(shape) for shape in self.shapes(head_dim)]
         return self.architecture.start_variance(head_dim, sizes)
