@@ -6,11 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from titans_jax import cli
+from titans_jax import cli, plots
 from titans_jax.config import ConfigError
 from titans_jax.data import DataError
 from titans_jax.data.distant_recall import DistantRecall, distant_recall_sequences
 from titans_jax.studies.distance import DistanceOptions, DistanceStudy, FarRecall
+from titans_jax.studies.table import draw_spreads, spread
 
 TASK = DistantRecall(num_pairs=3, sequence_length=20, pool_size=5, noise_size=4)
 
@@ -88,3 +89,13 @@ def test_no_lengths_are_refused():
     options = DistanceOptions(task=FarRecall(test_lengths=()))
     with pytest.raises(ConfigError, match="^task.test_lengths is empty; name at least one, such as 1024$"):
         DistanceStudy().cells(options)
+
+
+def test_a_line_leaves_out_what_has_no_value(tmp_path):
+    """Means of the seeds where there are some, with their standard deviation; one seed has none."""
+    with plots.figure(tmp_path / "line.png") as axes:
+        draw_spreads(axes, {1: spread([1.0, 3.0]), 2: spread([None, None]), 4: spread([5.0])}, label="a")
+        (line, _, (bars,)) = axes.containers[0]
+        assert line.get_xydata().tolist() == [[1, 2], [4, 5]]
+        (low, high), (alone, same) = (segment[:, 1] for segment in bars.get_segments())
+    assert high - low == pytest.approx(2 * 2**0.5) and alone == same == 5

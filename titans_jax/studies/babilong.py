@@ -45,7 +45,7 @@ from titans_jax.studies import models
 from titans_jax.studies.babilong_rows import FACTS, WORDS, Part, Questions, batch_of, is_exact, questions, tokenizer_of
 from titans_jax.studies.models import ATTENTION, WINDOW, WITHOUT_MEMORY, one_graph
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
-from titans_jax.studies.table import Row
+from titans_jax.studies.table import Row, draw_spreads
 from titans_jax.studies.tasks import Numbers, Task
 from titans_jax.training.fit import Selection
 
@@ -300,11 +300,8 @@ class BabilongStudy(Study):
             for axes, name in zip(panels, tasks, strict=True):
                 for row in (row for row in rows if row.labels["task"] == name):
                     kind = row.labels["block"], row.labels["preset"]
-                    points = [(count, row.spread(f"exact_match_{count}")) for count in counts]
-                    points = [(count, value) for count, value in points if value.count]
-                    axes.errorbar(
-                        [count for count, _ in points], [value.mean for _, value in points],
-                        [value.sd or 0 for _, value in points], capsize=3, marker="o", markersize=4,
+                    draw_spreads(
+                        axes, {count: row.spread(f"exact_match_{count}") for count in counts},
                         color=colormaps["tab10"].colors[names.index(kind) % 10], label=" ".join(kind).strip(),
                     )  # fmt: skip
                 _, chance = dataclasses.replace(options.babilong, question=name).baseline()

@@ -21,7 +21,7 @@ from titans_jax.studies import models
 from titans_jax.studies.generated import TEST_SEED, Generated, Sequences
 from titans_jax.studies.models import WINDOW, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
-from titans_jax.studies.table import Row
+from titans_jax.studies.table import Row, draw_spreads
 from titans_jax.studies.tasks import Numbers
 
 
@@ -155,11 +155,8 @@ class DistanceStudy(Study):
         lengths = sorted(set(options.task.test_lengths))
         with plots.panels(file, 1, 8, 4.5, note=note) as (axes,):
             for number, row in enumerate(rows):
-                points = [(length, row.spread(f"accuracy_{length}")) for length in lengths]
-                points = [(length, value) for length, value in points if value.count]
-                axes.errorbar(
-                    [length for length, _ in points], [value.mean for _, value in points],
-                    [value.sd or 0 for _, value in points], capsize=3, marker="o", markersize=4,
+                draw_spreads(
+                    axes, {length: row.spread(f"accuracy_{length}") for length in lengths},
                     color=f"C{number % 10}", linestyle="-" if number < 10 else "--",
                     label=" ".join(filter(None, (row.labels["preset"], row.labels["block"]))),
                 )  # fmt: skip

@@ -32,7 +32,7 @@ from titans_jax.models.loss import Batch
 from titans_jax.studies import models
 from titans_jax.studies.models import ATTENTION, one_graph
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
-from titans_jax.studies.table import Baseline, Row, joined_row, means_by_seed
+from titans_jax.studies.table import Baseline, Row, draw_spreads, joined_row, means_by_seed
 from titans_jax.studies.tasks import Numbers, Task
 from titans_jax.training.fit import Selection
 
@@ -319,11 +319,7 @@ class ForecastingStudy(Study):
                         if (row.labels["data"], row.labels["look_back"], row.labels["model"]) == (data, look_back, name)
                         and row.labels["horizon"] != "mean"
                     }
-                    line = {horizon: value for horizon, value in line.items() if value.count}
-                    axes.errorbar(
-                        list(line), [value.mean for value in line.values()], [value.sd or 0 for value in line.values()],
-                        capsize=3, marker="o", markersize=4, color=f"C{number}", label=name,
-                    )  # fmt: skip
+                    draw_spreads(axes, line, color=f"C{number}", label=name)
                 axes.set(title=f"{data}, look-back {look_back}", xlabel="horizon")
                 axes.legend(fontsize="x-small")
             panels[0].set_ylabel("mean squared error, scaled")

@@ -37,7 +37,7 @@ from titans_jax.studies import models
 from titans_jax.studies.generated import TEST_SEED, VALIDATION_SEED, Generated, Sequences
 from titans_jax.studies.models import ATTENTION
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
-from titans_jax.studies.table import Row
+from titans_jax.studies.table import Row, draw_spreads
 from titans_jax.studies.tasks import Numbers
 
 SOLVED = 0.99
@@ -261,11 +261,8 @@ class StateTrackingStudy(Study):
         with plots.panels(file, len(groups), 4 + 4 * min(len(groups), 4), 4.5 * -(-len(groups) // 4), note=note) as all:
             for axes, name in zip(all, groups, strict=True):
                 for row in (row for row in rows if row.labels["group"] == name):
-                    points = [(length, row.spread(f"accuracy_{length}")) for length in lengths]
-                    points = [(length, value) for length, value in points if value.count]
-                    axes.errorbar(
-                        [length for length, _ in points], [value.mean for _, value in points],
-                        [value.sd or 0 for _, value in points], capsize=3, marker="o", markersize=4,
+                    draw_spreads(
+                        axes, {length: row.spread(f"accuracy_{length}") for length in lengths},
                         color=colors[rules.index(row.labels["rule"]) % 20], linestyle=styles[row.labels["theory"]],
                         label=row.labels["rule"],
                     )  # fmt: skip

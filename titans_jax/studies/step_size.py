@@ -15,7 +15,7 @@ from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import models
 from titans_jax.studies.generated import Recall
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
-from titans_jax.studies.table import Row
+from titans_jax.studies.table import Row, draw_spreads
 from titans_jax.studies.tasks import Language
 
 
@@ -106,11 +106,9 @@ class StepSizeStudy(Study):
             for axes, column in zip(panels, columns, strict=True):
                 for (number, preset), (style, head_dim) in itertools.product(enumerate(presets), enumerate(head_dims)):
                     line = [r for r in rows if (r.labels["preset"], r.labels["head_dim"]) == (preset, head_dim)]
-                    points = [(r.labels["max_step_size"], r.spread(column.number)) for r in line]
-                    points = [(size, value) for size, value in points if value.count]
-                    axes.errorbar(
-                        [size for size, _ in points], [value.mean for _, value in points],
-                        [value.sd or 0 for _, value in points], capsize=3, marker="osD^"[style % 4], markersize=5,
+                    draw_spreads(
+                        axes, {row.labels["max_step_size"]: row.spread(column.number) for row in line},
+                        marker="osD^"[style % 4], markersize=5,
                         linestyle=("-", "--", ":", "-.")[style % 4], color=colors[number % 10],
                         label=f"{preset}, head_dim {head_dim}",
                     )  # fmt: skip

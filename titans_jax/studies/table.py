@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -14,6 +14,9 @@ from rich.table import Table
 from titans_jax.studies.results import Result
 from titans_jax.studies.study import Cell, Column
 from titans_jax.studies.tasks import Numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Spread(NamedTuple):
@@ -68,6 +71,16 @@ def spread(values: list[float | None]) -> Spread:
         return Spread(None, None, None, None, 0)
     sd = statistics.stdev(known) if len(known) > 1 else None
     return Spread(statistics.fmean(known), sd, min(known), max(known), len(known))
+
+
+def draw_spreads(axes: Axes, points: Mapping[float, Spread], **style: Any) -> None:
+    """A line through the means at each x, with the standard deviations as error bars; an x without a value is left out.
+
+    style: of matplotlib's `errorbar`.
+    """
+    known = {x: value for x, value in points.items() if value.count}
+    means, deviations = ([value.mean for value in known.values()], [value.sd or 0 for value in known.values()])
+    axes.errorbar(list(known), means, deviations, **{"capsize": 3, "marker": "o", "markersize": 4} | style)
 
 
 def make_rows(done: list[tuple[Cell, Result]]) -> list[Row]:

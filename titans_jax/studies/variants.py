@@ -18,7 +18,7 @@ from titans_jax import plots
 from titans_jax.config import MemoryConfig
 from titans_jax.studies import models
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
-from titans_jax.studies.table import Row
+from titans_jax.studies.table import Row, draw_spreads
 from titans_jax.studies.tasks import Language
 
 Variants = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -123,11 +123,8 @@ class VariantStudy(Study):
         lengths = self.lengths(options)
         with plots.figure(file, 6.5, 4.5, note=note) as axes:
             for number, row in enumerate(rows):
-                known = [(length, row.spread(f"to_{length}")) for length in lengths]
-                known = [(length, value) for length, value in known if value.count]
-                axes.errorbar(
-                    [length for length, _ in known], [value.mean for _, value in known],
-                    [value.sd or 0 for _, value in known], capsize=3, marker="o", markersize=4,
+                draw_spreads(
+                    axes, {length: row.spread(f"to_{length}") for length in lengths},
                     color=f"C{number % 10}", linestyle="-" if number < 10 else "--",
                     label=", ".join(f"{name} {value}" for name, value in row.labels.items()),
                 )  # fmt: skip
