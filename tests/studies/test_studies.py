@@ -134,7 +134,7 @@ def test_the_quick_version_is_smaller(name):
         ("length --language.positions_rows 500", "positions_rows is 500; use 1 to "),
         ("length --blocks", "blocks is empty; name at least one"),
         ("length --language.data.source text --language.data.path /nowhere", "'/nowhere' does not exist"),
-        ("lenght", "NAME is 'lenght'; use ablation, babilong, dna, "),
+        ("lenght", "NAME is 'lenght'; use ablation, babilong, distance, dna, "),
         ("lenght", " or yaad; did you mean length?"),
         ("nothing.py", "NAME is nothing.py, and nothing.py is no file"),
     ],
