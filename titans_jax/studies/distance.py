@@ -7,7 +7,6 @@ models that are too small for those texts. A random value of the sequence is rig
 """
 
 import dataclasses
-import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -128,13 +127,10 @@ class DistanceStudy(Study):
         models.check_presets(options.presets, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
         kinds = []
-        for block, preset in itertools.product(dict.fromkeys(options.blocks), dict.fromkeys(options.presets)):
-            attends = preset in WITHOUT_MEMORY
-            if attends and block != options.blocks[0]:
-                continue
+        for block, preset in models.in_blocks(options.blocks, options.presets):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
             model = dataclasses.replace(model, segment=options.segment, window=options.segment)
-            kinds.append(({"preset": preset, "block": "" if attends else block}, model))
+            kinds.append(({"preset": preset, "block": block}, model))
         return list(with_seeds(options, kinds, options.task))
 
     def columns(self, options: DistanceOptions) -> list[Column]:
@@ -153,7 +149,7 @@ class DistanceStudy(Study):
     def draw(self, options: DistanceOptions, rows: list[Row], file: Path, note: str) -> None:
         """See `Study`: accuracy against length, a line per model."""
         lengths = sorted(set(options.task.test_lengths))
-        with plots.panels(file, 1, 8, 4.5, note=note) as (axes,):
+        with plots.figure(file, 8, 4.5, note=note) as axes:
             for number, row in enumerate(rows):
                 draw_spreads(
                     axes, {length: row.spread(f"accuracy_{length}") for length in lengths},

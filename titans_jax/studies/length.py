@@ -73,7 +73,7 @@ class LengthStudy(Study):
         models.check_presets(options.presets)
         models.check_presets(options.reference, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
-        references = (("" if name in WITHOUT_MEMORY else "lmm", name) for name in options.reference)
+        references = models.in_blocks(("lmm",), options.reference)
         built = {}
         for block, preset in dict.fromkeys((*itertools.product(options.blocks, options.presets), *references)):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)

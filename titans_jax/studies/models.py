@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -48,6 +49,18 @@ def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, me
         remat="none",
         memory=memory if preset in WITHOUT_MEMORY else dataclasses.replace(memory, preset=preset),
     )
+
+
+def in_blocks(blocks: Sequence[str], presets: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(block, preset) for each preset in each block, repeated names once.
+
+    A model without a memory (WITHOUT_MEMORY) has no block that holds one: it comes once, with the block "".
+    """
+    for block, preset in itertools.product(dict.fromkeys(blocks), dict.fromkeys(presets)):
+        if preset not in WITHOUT_MEMORY:
+            yield block, preset
+        elif block == blocks[0]:
+            yield "", preset
 
 
 def bounded(preset: str) -> bool:

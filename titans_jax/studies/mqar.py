@@ -232,10 +232,8 @@ def batch_size(options: MqarOptions, length: int) -> int:
 
 def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], ModelConfig]]:
     """The labels and configuration of every kind of model of a width."""
-    for block, preset in itertools.product(dict.fromkeys(options.blocks), dict.fromkeys(options.presets)):
+    for block, preset in models.in_blocks(options.blocks, options.presets):
         attends, bounded = preset in WITHOUT_MEMORY, models.bounded(preset)
-        if attends and block != options.blocks[0]:
-            continue
         sizes = (options.max_step_sizes or (options.memory.max_step_size,)) if bounded else (None,)
         head_dims = options.head_dims if not attends else (max(options.head_dims),)
         for head_dim, size in itertools.product(dict.fromkeys(head_dims), dict.fromkeys(sizes)):
@@ -243,7 +241,7 @@ def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], Mode
             model = models.small_model(preset, block, dim, options.depth, head_dim, memory)
             model = dataclasses.replace(model, segment=options.segment, window=options.segment)
             yield {
-                "preset": preset, "block": "" if attends else block, "dim": dim, "head_dim": head_dim,
+                "preset": preset, "block": block, "dim": dim, "head_dim": head_dim,
                 "max_step_size": size,
             }, model  # fmt: skip
 
