@@ -311,12 +311,13 @@ MOMENTUM, DESCENT = algorithms.momentum(), algorithms.gradient_descent()
     "architecture, bias, retention, algorithm, bias_gate",
     [
         (architectures.residual_mlp(2, 2), biases.huber(), retentions.decay(), MOMENTUM, 16),
+        (architectures.residual_mlp(2, 2, learned_scale=False), biases.l2(), retentions.decay(), MOMENTUM, None),
         (architectures.gated_mlp(2), biases.lp(3), retentions.decay(), DESCENT, None),
         (architectures.residual_mlp(1), biases.l2(), retentions.norm_power(1.5), MOMENTUM, None),
         (architectures.residual_mlp(1), biases.l2(), retentions.ftrl_elastic_net(0.02), DESCENT, None),
         (architectures.linear(), biases.l2(), retentions.elastic_net(0.02), DESCENT, None),
     ],
-    ids=["huber", "gated-lp", "norm-power", "ftrl-elastic-net", "elastic-net"],
+    ids=["huber", "norm-without-scale", "gated-lp", "norm-power", "ftrl-elastic-net", "elastic-net"],
 )
 def test_other_choices(architecture, bias, retention, algorithm, bias_gate):
     rule = memory.MemoryRule(architecture, bias, retention, algorithm, CHUNK)

@@ -130,23 +130,29 @@ class SkipMlp(Mlp):
         return x + super().read(linear, params, x)
 
 
+@dataclasses.dataclass(frozen=True)
 class BehindNorm(Architecture):
-    """M(x) = x + LN(N(x)), N being the network of a subclass's next base; the norm's scale is a slow parameter."""
+    """M(x) = x + LN(N(x)), N being the network of a subclass's next base. The norm's scale is a slow parameter, or 1
+    without `learned_scale`."""
 
+    learned_scale: bool = dataclasses.field(default=True, kw_only=True)
     normalized = True
 
     def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
-        return x + layer_norm(super().read(linear, params, x), params["norm_scale"])
+        return x + self.norm(params, super().read(linear, params, x))
+
+    def norm(self, params: Params, x: jax.Array) -> jax.Array:
+        """LN(x), with the scale."""
+        return layer_norm(x, params["norm_scale"] if self.learned_scale else jnp.ones(x.shape[-1:], x.dtype))
 
     def slow(self, head_dim: int) -> Params:
-        return {"norm_scale": jnp.ones((head_dim,), jnp.float32)}
+        return {"norm_scale": jnp.ones((head_dim,), jnp.float32)} if self.learned_scale else {}
 
 
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class ResidualMlp(BehindNorm, Mlp):
-    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras; the norm's scale is a slow parameter
-    (memory/README.md, The rule; Readings)."""
+    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras (memory/README.md, The rule; Readings)."""
 
     def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
         """The output of a matrix is normal, and its variance is the mean square of the matrix's input."""
@@ -194,7 +200,7 @@ class PolynomialMlp(ResidualMlp):
 
     def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
         features = monomials(x, params["degree_scale"])
-        return x + layer_norm(Mlp.read(self, linear, params, features), params["norm_scale"])
+        return x + self.norm(params, Mlp.read(self, linear, params, features))
 
     def slow(self, head_dim: int) -> Params:
         scale = [1 / math.factorial(i) for i in range(self.degree + 1)]
