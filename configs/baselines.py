@@ -12,13 +12,12 @@
 
 Backbone, data and training are those of the papers' own models (configs/titans.py, configs/miras.py), so that only the
 memory differs; every model of a size has as many parameters. TTT forgets towards its learned start, as all memories
-with one do here by default: `--model.memory.forget preset` is the published rule, which keeps everything. Mamba (the
-first version) is not here: its state decays at its own rate in each of a channel's 16 entries, which no retention gate
-of a matrix can express. Samba, which is built from Mamba, has Mamba-2 in its place. Every model is here in every size,
-also where the papers have no result for it: they have HGRN2 at 400M only, and Samba at 400M and above.
+with one do here by default: `--model.memory.forget preset` is the published rule, which keeps everything. Samba is
+built from Mamba, which is in configs/mamba.py, as it has more blocks. Every model is here in every size, also where the
+papers have no result for it: they have HGRN2 at 400M only, and Samba at 400M and above.
 """
 
-from titans_jax.config.papers import baseline
+from titans_jax.config.papers import baseline, samba
 
 HYBRID = ("lmm", "window")
 
@@ -79,13 +78,13 @@ configs = {
     "gated_deltanet_400m": baseline("gated_deltanet", "400m"),  # 400,402,944 parameters, 6.0 GiB
     "gated_deltanet_760m": baseline("gated_deltanet", "760m"),  # 758,676,480 parameters, 11.3 GiB
     "gated_deltanet_1b": baseline("gated_deltanet", "1b"),  # 1,300,593,216 parameters, 19.4 GiB
-    # Samba (arXiv 2406.07522) with Mamba-2 in place of Mamba: such a layer, then a sliding-window attention
-    "samba_120m": baseline("mamba2", "120m", HYBRID),  # 120,280,608 parameters, 1.8 GiB
-    "samba_170m": baseline("mamba2", "170m", HYBRID),  # 169,629,216 parameters, 2.5 GiB
-    "samba_340m": baseline("mamba2", "340m", HYBRID),  # 339,883,584 parameters, 5.1 GiB
-    "samba_400m": baseline("mamba2", "400m", HYBRID),  # 401,225,280 parameters, 6.0 GiB
-    "samba_760m": baseline("mamba2", "760m", HYBRID),  # 757,551,168 parameters, 11.3 GiB
-    "samba_1b": baseline("mamba2", "1b", HYBRID),  # 1,297,551,576 parameters, 19.3 GiB
+    # Samba (arXiv 2406.07522): a Mamba layer, then a sliding-window attention
+    "samba_120m": samba("120m"),  # 119,768,832 parameters, 1.8 GiB
+    "samba_170m": samba("170m"),  # 170,886,912 parameters, 2.5 GiB
+    "samba_340m": samba("340m"),  # 342,451,200 parameters, 5.1 GiB
+    "samba_400m": samba("400m"),  # 399,074,304 parameters, 5.9 GiB
+    "samba_760m": samba("760m"),  # 759,043,584 parameters, 11.3 GiB
+    "samba_1b": samba("1b"),  # 1,303,910,400 parameters, 19.4 GiB
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_120m": baseline("gated_deltanet", "120m", HYBRID),  # 120,354,432 parameters, 1.8 GiB
     "gated_deltanet_h2_170m": baseline("gated_deltanet", "170m", HYBRID),  # 169,703,040 parameters, 2.5 GiB

@@ -13,13 +13,13 @@ LEVELS = 16, 32, 64
 """Tokens after which the levels of a continuum memory change, all fewer than in a row."""
 
 
-def small(preset: str, pattern: tuple[str, ...] = ("lmm",), **memory: Any) -> Config:
-    """Two blocks of width 256 with this memory rule; `memory` sets other fields of `MemoryConfig`."""
+def small(preset: str, pattern: tuple[str, ...] = ("lmm",), depth: int = 2, **memory: Any) -> Config:
+    """Blocks of width 256 with this memory rule; `memory` sets other fields of `MemoryConfig`."""
     return Config(
         model=ModelConfig(
             pattern=pattern,
             dim=256,
-            depth=2,
+            depth=depth,
             num_heads=4,
             head_dim=64,
             window=64,
@@ -73,6 +73,9 @@ configs = {
     "mamba3_mimo_small": small("mamba3_mimo"),  # 2,735,912 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention
     "gated_deltanet_h2_small": small("gated_deltanet", pattern=("lmm", "window")),  # 1,841,680 parameters
+    # Mamba (arXiv 2312.00752), twice as many blocks without a feed-forward layer, and Samba (arXiv 2406.07522)
+    "mamba_small": small("titans", ("mamba",), depth=4),  # 1,916,160 parameters
+    "samba_small": small("titans", ("samba", "window")),  # 1,946,368 parameters
     # Nested Learning (arXiv 2512.24695): Hope, and attention with a continuum memory
     "hope_small": small("hope", ("hope",), continuum_chunks=LEVELS),  # 2,439,452 parameters
     "hope_attention_small": small("hope", ("hope_attention",), continuum_chunks=LEVELS),  # 1,906,956 parameters

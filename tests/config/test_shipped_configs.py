@@ -36,7 +36,7 @@ TABLE = ("170m", "340m", "760m", "1b")
 SIZES_OF = {
     TITANS: (*TABLE, "400m"),
     MIRAS: (*TABLE, "120m"),
-    BASELINES: (*TABLE, "400m", "120m"),
+    (*BASELINES, "mamba"): (*TABLE, "400m", "120m"),
     (*LATER, *ATLAS): TABLE,
     HOPE: ("760m", "1b"),
     ("lact",): ("170m", "340m", "760m"),
@@ -58,10 +58,11 @@ def test_all_are_there():
     papers = {f"{model}_{size}" for models, sizes in SIZES_OF.items() for model in models for size in sizes}
     rest = {f"{preset}_small" for preset in set(PRESETS) - {"titans", "moneta", "yaad", "memora"}}
     others = {"quickstart", "gated_deltanet_h2_small", "hope_attention_small", "memory_caching_small"}
+    others |= {"mamba_small", "samba_small"}
     others |= {"tnt_small", "tnt_150m", "transformer_small", "retrofit_small"}
     others |= {"log_linear_mamba2_small", "log_linear_gated_deltanet_small"}
     assert set(CONFIGS) == papers | rest | others
-    assert (len(papers), len(rest)) == (20 + 30 + 66 + 40 + 4 + 3, 16 + len(AFTER))
+    assert (len(papers), len(rest)) == (20 + 30 + 72 + 40 + 4 + 3, 16 + len(AFTER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
 
 
@@ -92,7 +93,7 @@ def test_models_of_a_size_have_as_many_parameters(size):
     assert counts == pytest.approx([named] * len(counts), rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "tnt", "hope", "baselines", "later", "lact"])
+@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "tnt", "hope", "baselines", "mamba", "later", "lact"])
 def test_the_table_of_sizes_in_a_docstring_is_true(family):
     """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""
     docstring = ast.get_docstring(ast.parse(TEXTS[family]))
@@ -189,14 +190,24 @@ def test_settings_of_the_paper(size, depth, dim, num_heads, learning_rate, token
         ("moneta_h", "moneta"),
         ("yaad_h", "yaad"),
         ("memora_h", "memora"),
-        ("samba", "mamba2"),
         ("gated_deltanet_h2", "gated_deltanet"),
     ],
 )
-@pytest.mark.parametrize("size", sorted({*SIZES_OF[MIRAS]} & {*SIZES_OF[BASELINES]}))
+@pytest.mark.parametrize("size", sorted({*SIZES_OF[MIRAS]} & {*SIZES_OF[*BASELINES, "mamba"]}))
 def test_hybrids_are_the_same_memory_and_a_window(hybrid, preset, size):
     """Miras, section 5.3: the pattern of Samba, a Miras layer and then sliding-window attention."""
     plain, hybrid = (CONFIGS[f"{model}_{size}"].model for model in (preset, hybrid))
     assert hybrid.memory == plain.memory and hybrid.memory.preset == preset
     assert (plain.pattern, hybrid.pattern) == (("lmm",), ("lmm", "window"))
     assert (plain.memory.depth, plain.memory.expansion, plain.memory.momentum) == (2, 4, None)
+
+
+@pytest.mark.parametrize("size", SIZES_OF[*BASELINES, "mamba"])
+def test_mamba_and_samba_are_their_papers_models(size):
+    """Mamba has about twice as many blocks as a model with feed-forward layers, at its width and with its training."""
+    mamba, samba, other = (CONFIGS[f"{name}_{size}"] for name in ("mamba", "samba", "gated_deltanet"))
+    assert (mamba.model.pattern, samba.model.pattern) == (("mamba",), ("samba", "window"))
+    assert mamba.model.dim == samba.model.dim == other.model.dim
+    assert samba.model.depth == other.model.depth and 1.9 < mamba.model.depth / other.model.depth < 2.7
+    assert mamba.data == samba.data == other.data and mamba.optimizer == samba.optimizer == other.optimizer
+    assert mamba.training == samba.training == other.training

@@ -31,8 +31,8 @@ def generator(kind: str) -> Generator:
     return Generator(tiny_model(kind)[0], TOKENIZER, GREEDY)
 
 
-@pytest.mark.slow_but_for("20-attention")
-@pytest.mark.parametrize("kind", ["mac", "attention"])
+@pytest.mark.slow_but_for("20-attention", "20-mamba")
+@pytest.mark.parametrize("kind", ["mac", "attention", "mamba"])
 @pytest.mark.parametrize("prompt_tokens", [0, 20])
 def test_greedy_text_is_what_the_forward_pass_finds_likeliest(kind, prompt_tokens):
     """Decoding never compiled for the whole length gives the tokens that the whole length gives.

@@ -45,6 +45,17 @@ def test_every_document_starts_with_the_initial_tail():
         np.testing.assert_allclose(y[:, start:end], alone, atol=1e-6)
 
 
+def test_a_bias_is_added_before_the_activation():
+    plain, layer = (CausalConvolution(CONFIG, 3, bias=bias, rngs=nnx.Rngs(0)) for bias in (False, True))
+    x, tail, bias = normal(0, 2, 7, 3), normal(1, 2, 3, 3), normal(2, 3)
+    assert plain.bias is None and not layer.bias[...].any()
+    layer.bias[...] = bias
+    expected = plain(x, tail)[0] + bias[None, None]
+    np.testing.assert_allclose(layer(x, tail)[0], expected, atol=1e-6)
+    y, _ = layer.features(x, tail, activation=True, unit_norm=None)
+    np.testing.assert_allclose(y, expected / (1 + np.exp(-expected)), atol=1e-6)
+
+
 @pytest.mark.parametrize("time", [1, 7])
 def test_features_have_unit_norm_by_head_and_the_tail_of_a_call(time):
     layer, x, tail = CausalConvolution(CONFIG, 8, rngs=nnx.Rngs(0)), normal(0, 2, time, 8), normal(1, 2, 3, 8)

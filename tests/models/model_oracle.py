@@ -1,4 +1,4 @@
-"""The six blocks and the model around them, one document at a time, in numpy float64 loops.
+"""The blocks and the model around them, one document at a time, in numpy float64 loops.
 
 Written from Titans eq 19-31 and Miras, with the readings that memory/README.md lists, on top of the token recurrence of
 `oracle.py`; shares no code with the package. Rows are tokens.
@@ -57,7 +57,8 @@ class Model:
             prefix = ("cycles", "blocks", number)
             block = {path[3:]: value[cycle] for path, value in params.items() if path[:3] == prefix}
             x = x + getattr(self, config.pattern[number])(block, x)
-            x = x + self.feed_forward(block, x)
+            if config.pattern[number] != "mamba":
+                x = x + self.feed_forward(block, x)
         head = params.get(("head", "kernel"), params["embedding", "embedding"].T)
         return rms_norm(x, params["norm", "scale"]) @ head
 
@@ -92,6 +93,27 @@ class Model:
     def retrofit(self, p, x):
         said = self.memory(p, rms_norm(x, p["attention_norm", "scale"]))
         return (1 - p["share",]) * self.window(p, x) + p["share",] * said
+
+    def mamba(self, p, x):
+        """Mamba's recurrence, channel by channel (arXiv 2312.00752, algorithm 2)."""
+        x = rms_norm(x, p["mamba_norm", "scale"])
+        taps, rates = p["mamba", "convolution", "kernel"], -np.exp(p["mamba", "log_rate"])
+        inputs = np.concatenate([np.zeros((len(taps) - 1, taps.shape[1])), x @ p["mamba", "input", "kernel"]])
+        u = sum(taps[lag] * inputs[len(taps) - 1 - lag :][: len(x)] for lag in range(len(taps)))
+        u = silu(u + p["mamba", "convolution", "bias"])
+        rank, entries = len(p["mamba", "step", "kernel"]), len(rates)
+        low, write, read = np.split(u @ p["mamba", "selection", "kernel"], [rank, rank + entries], axis=1)
+        bias, skip = (p["mamba", name] for name in ("step_bias", "skip"))
+        step = np.log1p(np.exp(low @ p["mamba", "step", "kernel"] + bias))
+        y = np.zeros_like(u)
+        for channel in range(u.shape[1]):
+            h = np.zeros(entries)
+            for t in range(len(x)):
+                h = np.exp(step[t, channel] * rates[:, channel]) * h + step[t, channel] * write[t] * u[t, channel]
+                y[t, channel] = read[t] @ h + skip[channel] * u[t, channel]
+        return (y * silu(x @ p["mamba", "output_gate", "kernel"])) @ p["mamba", "output", "kernel"]
+
+    samba = mamba
 
     def mac(self, p, x):
         """Token by token over segments; everything before a token's own row is already final."""

@@ -12,7 +12,7 @@ from titans_jax.models import LanguageModel
 
 SHARED = {"step_unit": "error", "max_step_size": 2.0}
 """Memory whose tokens share their steps."""
-KINDS = ("lmm", "mac", "mag", "mal", "attention", "window", "retrofit")
+KINDS = ("lmm", "mac", "mag", "mal", "attention", "window", "retrofit", "mamba", "samba")
 CHUNK, SEGMENT, WINDOW, TIME, VOCAB, MAX_LENGTH = 4, 8, 6, 19, 32, 32
 
 

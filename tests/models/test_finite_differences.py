@@ -1,10 +1,13 @@
-"""The gradient of a whole model is the difference of its losses: every block with every deep memory, in float64.
+"""The gradient of a whole model is the difference of its losses: every block with every deep memory, and blocks of
+Mamba without one, in float64.
 
 A model starts as its initialiser makes it, with noise on every parameter, so that none is where a gradient vanishes.
 The slope along a random direction of all parameters at once, each by its own size, is compared with central differences
 at two steps and with what they extrapolate to. Corners (|x|, Huber's threshold) are left as they are: a random point is
 not on one, and steps are small enough not to cross one; the differences at two steps would disagree if they did.
 """
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +41,9 @@ def build(block, preset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset, block", [*itertools.product(PRESETS, BLOCKS), ("titans", "mamba"), ("titans", "samba")]
+)
 def test_the_slope_of_the_loss_is_its_difference(preset, block):
     with jax.enable_x64(True):
         graphdef, params, direction, batch = build(block, preset)

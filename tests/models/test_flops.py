@@ -110,6 +110,14 @@ def test_a_window_caps_the_cost_of_length():
     assert BLOCKS["attention"].forward_flops(MODEL, 10**6) > 5 * BLOCKS["attention"].forward_flops(MODEL, 10**5)
 
 
+def test_mamba_by_hand():
+    """128 channels of 16 entries, whose steps are made of 4 numbers: projections, taps, and 6 operations an entry."""
+    maps = 2 * (2 * 64 * 128 + 128 * (4 + 2 * 16) + 4 * 128 + 128 * 64)
+    mamba = maps + 2 * 4 * 128 + 6 * 16 * 128
+    assert BLOCKS["mamba"].forward_flops(MODEL, 10) == mamba
+    assert BLOCKS["samba"].forward_flops(MODEL, 10) == mamba + 3 * 2 * 64 * 96
+
+
 def test_a_block_that_does_not_count_is_two_operations_for_every_parameter():
     class Uncounted(BLOCKS["attention"]):
         forward_flops = Block.__dict__["forward_flops"]

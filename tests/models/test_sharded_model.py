@@ -20,8 +20,8 @@ import small_models as small
 from titans_jax import sharding
 from titans_jax.models import LanguageModel
 
-config = small.config("mac", depth=1, dtype="float32", memory={"max_step_size": 0.1})
-alone, tokens = small.build(config), small.tokens(batch=4, time=8)
+config = small.config(*PATTERN, depth=len(PATTERN), dtype="float32", memory={"max_step_size": 0.1})
+alone, tokens = small.build(config), small.tokens(batch=4, time=TIME)
 value_and_gradient = jax.jit(jax.value_and_grad(lambda model: jnp.mean(jnp.square(model(tokens)))))
 expected = value_and_gradient(alone)
 with sharding.use_mesh(sharding.make_mesh(data=2, fsdp=2, tensor=2)):
@@ -60,8 +60,10 @@ for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True)
 """
 
 
-def test_eight_devices_equal_one():
-    child.run(PROGRAM, os.path.dirname(__file__))
+@pytest.mark.parametrize("pattern, time", [(("mac",), 8), (("samba", "window"), 150)])
+def test_eight_devices_equal_one(pattern, time):
+    """Samba over three chunks of its scan."""
+    child.run(f"PATTERN, TIME = {pattern}, {time}{PROGRAM}", os.path.dirname(__file__))
 
 
 def test_hope_on_eight_devices_equals_one():

@@ -15,6 +15,8 @@ PROMPTS = {
     "attention": [1, 5],
     "window": [1, small.WINDOW - 1, small.WINDOW, small.WINDOW + 1],
     "retrofit": [*CHUNKS, small.WINDOW],
+    "mamba": [1, 3, small.TIME],
+    "samba": [1, 3, small.TIME],
 }
 
 
@@ -34,7 +36,7 @@ def assert_same(actual, expected, tolerance):
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * abs(expected).max())
 
 
-@pytest.mark.slow_but_for("lmm", "window")
+@pytest.mark.slow_but_for("lmm", "window", "mamba")
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_prompt_then_tokens_equals_the_whole(kind):
     """Prompts that end before, on and after the borders of chunk, window and segment, in float64."""

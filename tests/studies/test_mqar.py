@@ -135,6 +135,17 @@ def test_state_floats_by_hand():
     assert models.state_floats(found["attention", "", 8, 4, None], 8) == 2 * 8 * 8  # keys, values of 8 tokens, width 8
 
 
+def test_mamba_and_samba_come_once_beside_the_blocks():
+    """Mamba with twice as many blocks, 16 entries for each of 16 channels, and the steps of a memory."""
+    options = dataclasses.replace(TINY, presets=("mamba", "samba", "window"), blocks=("lmm", "mac"), depth=2, seeds=1)
+    found = kinds(options)
+    mamba, samba, _ = found.values()
+    assert list(found) == [(name, "", 8, 4, None) for name in ("mamba", "samba", "window")]
+    assert (mamba.pattern, mamba.depth, samba.pattern, samba.depth) == (("mamba",), 4, ("samba", "window"), 2)
+    assert models.state_floats(mamba, 8) == 16 * 16 and models.state_floats(samba, 8) == 16 * 16 // 2
+    assert [cell.task.steps for cell in MqarStudy().cells(options)] == [3, 3, 4]
+
+
 def test_a_matrix_memory_of_single_token_chunks_counts_once():
     """Its anchor is its weights."""
     (model,) = kinds(dataclasses.replace(TINY, presets=("deltanet",))).values()

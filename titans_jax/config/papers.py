@@ -46,8 +46,13 @@ SIZES = {
 }
 """1b is the paper's 1.3B. Miras has rows for 170m, 340m and 760m (there 780M), and names 120M and 1.3B without rows."""
 
-MATRICES = {"attention": 4, "window": 4, "lmm": 5, "mac": 9, "mag": 9, "mal": 9, "hope": 4, "hope_attention": 5}
+MATRICES = {
+    "attention": 4, "window": 4, "lmm": 5, "mac": 9, "mag": 9, "mal": 9, "hope": 4, "hope_attention": 5,
+    "mamba": 6.25, "samba": 6.25,
+}  # fmt: skip
 """Matrices of dim x dim in a block, beside those of its feed-forward."""
+MAMBA_ROWS = 110
+"""Further parameters of a Mamba layer, in rows of width dim."""
 START = {"ttt_linear": 1, "ttt_mlp": 8}
 """Parameters of a memory's learned start divided by head_dim^2, for the baselines that have one."""
 VOCABULARY = 32000
@@ -115,6 +120,23 @@ def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Con
     return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0, start=START.get(preset, 0), rows=0)
 
 
+def mamba(size: str) -> Config:
+    """Mamba (arXiv 2312.00752), with the training of the other baselines: blocks without a feed-forward layer, as many
+    as bring it to the parameters of its size at the width of the others."""
+    row, config = SIZES[size], experiment(size, ("mamba",), MemoryConfig(), num_persistent=0)
+    block = MATRICES["mamba"] * row.dim**2 + MAMBA_ROWS * row.dim
+    depth = round((row.parameters - embeddings(row)) / block)
+    return replace(config, model=replace(config.model, depth=depth, hidden_dim=None))
+
+
+def samba(size: str) -> Config:
+    """Samba (arXiv 2406.07522): in turn Mamba and sliding-window attention, each with a feed-forward layer.
+
+    What a Mamba layer has beside its matrices is little, and counted as if it were a memory's gates.
+    """
+    return experiment(size, ("samba", "window"), MemoryConfig(), num_persistent=0, start=0, rows=0)
+
+
 def experiment(
     size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_persistent: int, start: int = 8, rows: int = 128
 ) -> Config:
@@ -172,9 +194,13 @@ def hidden_dim(row: Size, pattern: tuple[str, ...], memory: int) -> int:
 
     memory: parameters of a memory layer beside its matrices, in rows of width dim.
     """
-    embeddings = VOCABULARY * row.dim * (1 if row.shares_embeddings else 2)
     matrices = sum(MATRICES[block] for block in pattern) / len(pattern)
     with_memory = sum(block not in ("attention", "window") for block in pattern) / len(pattern)
     small = with_memory * row.dim * (memory + 4 * row.num_heads)  # 4: gates
-    block = (row.parameters - embeddings) / row.depth - matrices * row.dim**2 - small
+    block = (row.parameters - embeddings(row)) / row.depth - matrices * row.dim**2 - small
     return round(block / (3 * row.dim) / 64) * 64
+
+
+def embeddings(row: Size) -> int:
+    """Parameters of the embedding, and of the head where it is another matrix."""
+    return VOCABULARY * row.dim * (1 if row.shares_embeddings else 2)

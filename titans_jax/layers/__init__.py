@@ -8,6 +8,7 @@ from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.hierarchical_memory import HierarchicalMemory
 from titans_jax.layers.log_linear_memory import LogLinearMemory
+from titans_jax.layers.mamba import Mamba
 from titans_jax.layers.memory_layer import memory_layer
 from titans_jax.layers.neural_memory import NeuralMemory
 from titans_jax.layers.norms import RMSNorm
@@ -23,6 +24,7 @@ __all__ = [
     "GatedMerge",
     "HierarchicalMemory",
     "LogLinearMemory",
+    "Mamba",
     "NeuralMemory",
     "PersistentTokens",
     "RMSNorm",

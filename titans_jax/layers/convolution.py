@@ -19,13 +19,16 @@ class CausalConvolution(nnx.Module):
     """y_t = sum_lag kernel[lag] * x_{t - lag}, one kernel of `config.conv_size` taps per channel (Titans section 4.4).
 
     The rows before the first one come in as `tail`, [batch, conv_size - 1, channels], oldest first, and the last rows
-    go out as the next tail, so any split of a sequence gives the same numbers.
+    go out as the next tail, so any split of a sequence gives the same numbers. With a bias, a learned number of every
+    channel is added.
     """
 
-    def __init__(self, config: ModelConfig, channels: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, channels: int, *, bias: bool = False, rngs: nnx.Rngs):
         self.size, self.dtype = config.conv_size, compute_dtype(config)
         init = logical(initializers.normal(self.size**-0.5), None, "heads")
         self.kernel = nnx.Param(init(rngs.params(), (self.size, channels), param_dtype(config)))
+        zeros = logical(lambda: jnp.zeros(channels, param_dtype(config)), "heads")
+        self.bias = nnx.Param(zeros()) if bias else None
 
     def __call__(
         self, x: jax.Array, tail: jax.Array, documents: Documents | None = None, initial_tail: jax.Array | None = None
@@ -34,8 +37,8 @@ class CausalConvolution(nnx.Module):
 
         Documents, when given, start with `initial_tail` [conv_size - 1, channels] as their history.
         """
-        kernel = self.kernel[...].astype(self.dtype)
-        return convolve(x, tail, kernel, documents, initial_tail)
+        options = FeatureOptions(activation=False, unit_norm=None, dtype=self.dtype)
+        return features_xla(options, x, tail, self.kernel[...], documents, initial_tail, self._bias())
 
     def features(
         self,
@@ -47,18 +50,22 @@ class CausalConvolution(nnx.Module):
         activation: bool,
         unit_norm: int | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve x, apply SiLU if `activation`, and bring parts of `unit_norm` channels to unit norm.
+        """Convolve x, add the bias, apply SiLU if `activation`, and bring parts of `unit_norm` channels to unit norm.
 
         Arguments and results are otherwise those of a call.
         """
         options = FeatureOptions(activation, unit_norm, self.dtype)
-        return dispatch(FEATURES, options, x, tail, self.kernel[...], documents, initial_tail)
+        return dispatch(FEATURES, options, x, tail, self.kernel[...], documents, initial_tail, self._bias())
+
+    def _bias(self) -> jax.Array | None:
+        return None if self.bias is None else self.bias[...]
 
 
 def convolve(
     x: jax.Array, tail: jax.Array, kernel: jax.Array, documents: Documents | None, initial_tail: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`CausalConvolution` of x [batch, time, channels] with the kernel [conv_size, channels], the newest tap first."""
+    """The sum of `CausalConvolution`, x [batch, time, channels] with the kernel [conv_size, channels], newest tap
+    first."""
     time, size = x.shape[1], len(kernel)
     rows = jnp.concatenate([tail, x], axis=1)
     y = jnp.zeros_like(x)
@@ -90,9 +97,11 @@ def features_xla(
     kernel: jax.Array,
     documents: Documents | None = None,
     initial_tail: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The features [batch, time, channels] of x and the next tail in plain JAX, in `options.dtype`."""
     y, tail = convolve(x, tail, kernel.astype(options.dtype), documents, initial_tail)
+    y = y if bias is None else y + bias.astype(options.dtype)[None, None]
     y = jax.nn.silu(y) if options.activation else y
     if options.unit_norm is not None:
         y = l2_normalize(y.reshape(*y.shape[:2], -1, options.unit_norm)).reshape(y.shape)
@@ -106,8 +115,9 @@ def features_pallas(
     kernel: jax.Array,
     documents: Documents | None = None,
     initial_tail: jax.Array | None = None,
+    bias: None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`features_xla` as one TPU kernel, computed in float32."""
+    """`features_xla` as one TPU kernel, computed in float32; it adds no bias."""
     if documents is None:
         positions = jnp.full(x.shape[:2], len(kernel), jnp.int32)  # all history is in the tail
         history = jnp.zeros_like(tail[0])
@@ -125,8 +135,9 @@ def _kernel_supports(
     kernel: jax.Array,
     documents: Documents | None = None,
     initial_tail: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> bool:
-    return convolution_pallas.supports(options, *x.shape[1:], conv_size=len(kernel))
+    return bias is None and convolution_pallas.supports(options, *x.shape[1:], conv_size=len(kernel))
 
 
 FEATURES = (Implementation("pallas", features_pallas, _kernel_supports), Implementation("xla", features_xla))

@@ -1,6 +1,6 @@
 """Models: blocks around a memory or an attention, a cycled pattern of them, and a head over it."""
 
-from titans_jax.models import heads, lmm, mac, mag, mal, retrofit  # noqa: F401  (they register their blocks and heads)
+from titans_jax.models import heads, lmm, mac, mag, mal, mamba, retrofit  # noqa: F401  (they register their blocks and heads)
 from titans_jax.models.attention_block import AttentionBlock, WindowBlock
 from titans_jax.models.block import BLOCKS, Block, register_block
 from titans_jax.models.hope import Hope, HopeAttention

@@ -21,6 +21,7 @@ from titans_jax.config import (
 from titans_jax.layers.continuum_memory import level_width
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.key_projection import BLOCK
+from titans_jax.layers.mamba import STATE, inner_width, step_rank
 from titans_jax.memory.cache_segments import CACHE_SEGMENTS
 
 TOKENS_PER_BLOCK = 64
@@ -46,6 +47,15 @@ def mean_causal_keys(time: int, window: int) -> float:
 def attention_flops(model: ModelConfig, keys: float) -> float:
     """Four projections, and scores and weighted sum over `keys` keys."""
     return 4 * projection_flops(model) + 2 * 2 * keys * model.dim
+
+
+def mamba_flops(model: ModelConfig) -> int:
+    """Inputs, gate and output; what the scan does, and the steps of all channels; the convolution; and the scan, by
+    entry of the state: its exponent, what is written, decay and addition, and the read."""
+    channels, rank = inner_width(model), step_rank(model)
+    maps = 3 * model.dim + rank + 2 * STATE + rank
+    scan = STATE * (1 + 1 + 2 + 2)
+    return channels * (2 * maps + 2 * model.conv_size + scan)
 
 
 def merge_flops(model: ModelConfig) -> int:

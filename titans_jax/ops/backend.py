@@ -32,6 +32,7 @@ class Backend:
     decay_tile: tokens of a tile in which products of gates are computed; None: a whole block at once.
     delta_rule, gated_delta_rule: block sizes of a linear memory with scalar gates, and with channel-wise gates.
     read_tile: tokens of a tile in which a read that takes many products is done; None: a whole chunk at once.
+    parallel_scan: whether `selective_scan` takes the tokens of a chunk by a parallel scan; else one after the other.
     number_lanes: width of the row that holds a number by which a matrix is scaled: a kernel has no scalars.
     broadcast_column: (column [n, 1], width) -> [n, width].
     weighted_outer_products: see `matmul.weighted_outer_products`.
@@ -51,6 +52,7 @@ class Backend:
     delta_rule: BlockSize = BlockSize(64, 8)
     gated_delta_rule: BlockSize = BlockSize(64, 8)
     read_tile: int | None = None
+    parallel_scan: bool = True
     number_lanes: int = 1
     missing: frozenset[str] = frozenset()
 
@@ -72,6 +74,7 @@ CPU = dataclasses.replace(
     delta_rule=BlockSize(32, 4),
     gated_delta_rule=BlockSize(16, 8),
     read_tile=16,
+    parallel_scan=False,
     broadcast_column=matmul.broadcast_column_by_product,
     weighted_outer_products=matmul.weighted_outer_products_of_columns,
     channel_decay=channel_decay.ChannelDecayByProducts,

@@ -27,7 +27,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, OptimizerC
 from titans_jax.data.dna import PAD, VOCABULARY, Dataset, Split, load_dataset, matthews_correlation
 from titans_jax.models.loss import Batch
 from titans_jax.studies import models
-from titans_jax.studies.models import ATTENTION, one_graph
+from titans_jax.studies.models import ATTENTION, MAMBA, one_graph
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Baseline, Row
 from titans_jax.studies.tasks import Numbers, Task
@@ -178,7 +178,7 @@ class DnaOptions(StudyOptions):
     """Train small models to tell classes of DNA sequences apart."""
 
     models: tuple[str, ...] = ("titans", "gated_deltanet", "mamba2", ATTENTION)
-    """Presets of memories, and "attention"."""
+    """Presets of memories, "attention" and "mamba"."""
     block: str = "lmm"
     """The block that holds the memories."""
     data: tuple[str, ...] = SETS
@@ -222,7 +222,7 @@ class DnaStudy(Study):
     def cells(self, options: DnaOptions) -> list[Cell]:
         """See `Study`."""
         at_least_one(options, "models", "data", "epochs", "batch_size", "dim", "depth", "head_dim")
-        models.check_presets(options.models, others=(ATTENTION,))
+        models.check_presets(options.models, others=(ATTENTION, MAMBA))
         models.check_blocks([options.block])
         cells: list[Cell] = []
         for name in dict.fromkeys(options.data):

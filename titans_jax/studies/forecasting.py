@@ -30,7 +30,7 @@ from titans_jax.models import check_model
 from titans_jax.models.heads import num_patches
 from titans_jax.models.loss import Batch
 from titans_jax.studies import models
-from titans_jax.studies.models import ATTENTION, one_graph
+from titans_jax.studies.models import ATTENTION, MAMBA, one_graph
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Baseline, Row, draw_spreads, joined_row, means_by_seed
 from titans_jax.studies.tasks import Numbers, Task
@@ -192,7 +192,7 @@ class ForecastingOptions(StudyOptions):
     """Train small models to forecast tables of values over time."""
 
     models: tuple[str, ...] = ("titans", "gated_deltanet", ATTENTION, DLINEAR)
-    """Presets of memories, "attention" and "dlinear"."""
+    """Presets of memories, "attention", "mamba" and "dlinear"."""
     block: str = "lmm"
     """The block that holds the memories."""
     data: tuple[str, ...] = tuple(FILES)
@@ -244,7 +244,7 @@ class ForecastingStudy(Study):
         at_least_one(
             options, "models", "data", "look_backs", "horizons", "epochs", "batch_size", "dim", "depth", "head_dim"
         )
-        models.check_presets(options.models, others=(ATTENTION, DLINEAR))
+        models.check_presets(options.models, others=(ATTENTION, MAMBA, DLINEAR))
         models.check_blocks([options.block])
         for name in options.data:
             if name not in FILES:

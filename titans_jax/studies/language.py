@@ -5,7 +5,7 @@ largest of them, on the same number of tokens of the same text: books, WikiText-
 library. The table has bits per byte of held-out text; word perplexity, which is 2 to the mean number of bits per word
 (words are separated by blanks) and does not depend on the tokenizer; and the gain from the memory. The papers' models
 have 340 million parameters and 15 billion tokens, and their WikiText is the raw test text, which `titans evaluate RUN
-wikitext` reads: only the order of models can be compared. Mamba-1 is not among them.
+wikitext` reads: only the order of models can be compared.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from titans_jax import plots
 from titans_jax.config import ConfigError, DataConfig, MemoryConfig, did_you_mean
 from titans_jax.data.sets import file_or_place
 from titans_jax.studies import models
-from titans_jax.studies.models import ATTENTION
+from titans_jax.studies.models import ATTENTION, MAMBA, SAMBA, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language
@@ -26,6 +26,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "RetNet": ("retnet", ("lmm",)),
     "HGRN2": ("hgrn2", ("lmm",)),
     "GLA": ("gla", ("lmm",)),
+    "Mamba": (MAMBA, WITHOUT_MEMORY[MAMBA]),
     "Mamba2": ("mamba2", ("lmm",)),
     "DeltaNet": ("deltanet", ("lmm",)),
     "TTT-Linear": ("ttt_linear", ("lmm",)),
@@ -35,7 +36,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Yaad": ("yaad", ("lmm",)),
     "Memora": ("memora", ("lmm",)),
     "Titans LMM": ("titans", ("lmm",)),
-    "Samba*": ("mamba2", ("lmm", "window")),
+    "Samba*": (SAMBA, WITHOUT_MEMORY[SAMBA]),
     "Gated DeltaNet-H2*": ("gated_deltanet", ("lmm", "window")),
     "Moneta-H*": ("moneta", ("lmm", "window")),
     "Yaad-H*": ("yaad", ("lmm", "window")),
@@ -44,8 +45,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Titans MAG*": ("titans", ("mag",)),
     "Titans MAL*": ("titans", ("mal",)),
 }
-"""Preset and pattern of blocks by the name of a row; * has attention in addition to the memory. Samba's memory is
-Mamba, here Mamba2."""
+"""Preset and pattern of blocks by the name of a row; * has attention in addition to the memory."""
 
 
 WIKITEXT, NOVELS = ("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.tokens"), "books/valid.jsonl"
@@ -152,7 +152,7 @@ class LanguageStudy(Study):
         wikitext = "wikitext is tokenised text with <unk>, not the papers' raw test; " * ("wikitext" in options.texts)
         return (
             f"rows of {options.sequence_length:,} tokens, {options.steps:,} steps of {options.batch_size}; "
-            f"* has attention too; Mamba-1 is not among the models, and Samba* has Mamba-2 in its place; {wikitext}"
+            f"* has attention too; {wikitext}"
             "memory gain: bits per byte lost where nothing is written"
         )
 

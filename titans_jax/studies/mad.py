@@ -17,7 +17,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, OptimizerC
 from titans_jax.data.mad import SETTINGS, MadSetting, mad_sequences, settings
 from titans_jax.studies import models
 from titans_jax.studies.generated import Generated, Sequences
-from titans_jax.studies.models import ATTENTION
+from titans_jax.studies.models import ATTENTION, MAMBA
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Baseline, Row, best_of, joined_row, means_by_seed
 from titans_jax.studies.tasks import Numbers
@@ -96,7 +96,7 @@ class MadOptions(StudyOptions):
     """Train small models on the six tasks of MAD."""
 
     models: tuple[str, ...] = (ATTENTION, "gated_deltanet", "titans")
-    """Presets of memories, and "attention"."""
+    """Presets of memories, "attention" and "mamba"."""
     tasks: tuple[str, ...] = tuple(SETTINGS)
     """Tasks by name."""
     changes: bool = True
@@ -147,7 +147,7 @@ class MadStudy(Study):
             options, "models", "tasks", "learning_rates", "weight_decays", "epochs", "batch_size", "held_out", "dim",
             "depth", "head_dim",
         )  # fmt: skip
-        models.check_presets(options.models, others=(ATTENTION,))
+        models.check_presets(options.models, others=(ATTENTION, MAMBA))
         for name in options.tasks:
             if name not in SETTINGS:
                 raise ConfigError(f"tasks has {name!r}; use {', '.join(SETTINGS)}{did_you_mean(name, SETTINGS)}")

@@ -15,6 +15,7 @@ from flax import nnx
 from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, did_you_mean, gate_choices, memory_rule
 from titans_jax.layers.cached_memory import CachedMemoryState
 from titans_jax.layers.feed_forward import hidden_width
+from titans_jax.layers.mamba import MambaState
 from titans_jax.memory import MemoryState
 from titans_jax.memory.log_linear import Levels
 from titans_jax.memory.rule.presets import PRESETS
@@ -23,25 +24,28 @@ from titans_jax.training.run import abstract_model, count_params, with_parameter
 
 Made = TypeVar("Made")
 
-ATTENTION, WINDOW = "attention", "window"
-"""Names of Transformer++, and of the same with a sliding window, in a table, in place of a preset."""
-WITHOUT_MEMORY = (ATTENTION, WINDOW)
+ATTENTION, WINDOW, MAMBA, SAMBA = "attention", "window", "mamba", "samba"
+"""Names of Transformer++, of the same with a sliding window, of Mamba and of Samba, in a table, in place of a
+preset."""
+WITHOUT_MEMORY = {ATTENTION: (ATTENTION,), WINDOW: (WINDOW,), MAMBA: (MAMBA,), SAMBA: (SAMBA, WINDOW)}
+"""Models without a memory, with their patterns of blocks."""
 NEVER = 1e-6
 """A largest step size so small that nothing is written."""
 
 
 def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, memory: MemoryConfig) -> ModelConfig:
-    """`depth` blocks of width `dim` with this memory rule, float32, without persistent tokens.
+    """`depth` blocks of width `dim` with this memory rule, float32, without persistent tokens; Mamba has twice as many,
+    since its blocks have no feed-forward layer.
 
-    preset: of the memory, or one of WITHOUT_MEMORY, which takes the place of `block`.
+    preset: of the memory, or one of WITHOUT_MEMORY, whose pattern takes the place of `block`.
     memory: the other fields of the memory. Raises ConfigError where head_dim does not divide dim.
     """
     if head_dim < 1 or dim % head_dim:
         raise ConfigError(f"head_dim is {head_dim}; use a divisor of dim {dim}")
     return ModelConfig(
-        pattern=(preset,) if preset in WITHOUT_MEMORY else (block,),
+        pattern=WITHOUT_MEMORY.get(preset, (block,)),
         dim=dim,
-        depth=depth,
+        depth=2 * depth if preset == MAMBA else depth,
         num_heads=dim // head_dim,
         head_dim=head_dim,
         num_persistent=0,
@@ -68,7 +72,7 @@ def bounded(preset: str) -> bool:
     return preset not in WITHOUT_MEMORY and gate_choices(MemoryConfig(preset=preset)).bounded
 
 
-def check_presets(names: Iterable[str], others: tuple[str, ...] = ()) -> None:
+def check_presets(names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Refuse a name that is none of the presets, nor one of `others`.
 
     Raises:
@@ -98,6 +102,7 @@ def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
     the same width, vocabulary and head.
 
     Nothing else changes, so that one memory's advantage over another does not come from its number of parameters.
+    Mamba, which has no feed-forward layers, gets the number of blocks that comes nearest.
     """
     counts = {model: count_params(model) for model in dict.fromkeys(models)}
     largest: dict[tuple[int, int, str], int] = {}
@@ -109,16 +114,24 @@ def same_size(models: Iterable[ModelConfig]) -> dict[ModelConfig, ModelConfig]:
         target = largest[model.dim, model.vocab_size, model.head]
         nearest = model if count == target else with_parameters(model, target, multiple=1)
         sized[model] = model if hidden_width(nearest) == hidden_width(model) else nearest
+        if model.pattern == WITHOUT_MEMORY[MAMBA]:
+            sized[model] = with_blocks(model, target)
     return sized
+
+
+def with_blocks(model: ModelConfig, count: int) -> ModelConfig:
+    """The model with as many blocks as bring it nearest to `count` parameters."""
+    one, two = (count_params(dataclasses.replace(model, depth=depth)) for depth in (1, 2))
+    return dataclasses.replace(model, depth=max(1, 1 + round((count - one) / (two - one))))
 
 
 def state_floats(model: ModelConfig, sequence_length: int) -> int:
     """Floats that a layer carries from token to token for one sequence: its memories, with cached and local ones and
-    the parts of log-linear ones, or the cache of attention.
+    the parts of log-linear ones, or the state of Mamba, or the cache of attention.
 
     Not counted: the last inputs of the convolutions, the same for all memories; the open chunk's keys, where steps are
     shared; the anchor of a memory with chunks of one token, which is a copy of its weights; and the tokens in the
-    window of attention that blocks with attention and a memory keep.
+    window of attention that blocks with attention and a memory keep, or that of Samba.
     """
     graphdef, params = abstract_model(model)
     state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
@@ -129,6 +142,8 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
             memories = [dataclasses.replace(memory, anchor=()) for memory in memories]
         parts = [levels.parts for levels in _nodes(state, Levels)]
         state = memories, kept, parts
+    elif layers := _nodes(state, MambaState):
+        state = [layer.hidden for layer in layers]
     floats = [x.size for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum(floats) // model.depth
 

@@ -29,7 +29,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, OptimizerC
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import models
 from titans_jax.studies.generated import Recall
-from titans_jax.studies.models import ATTENTION, WITHOUT_MEMORY
+from titans_jax.studies.models import ATTENTION, WINDOW, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row, best_of
 
@@ -45,7 +45,8 @@ class MqarOptions(StudyOptions):
     """In place of the sweep, one easy task at one learning rate: 4 pairs in sequences of 32 tokens, with a vocabulary
     of 32. Two cores show differences in minutes."""
     presets: tuple[str, ...] = (*PRESETS, ATTENTION)
-    """Names in titans_jax.memory.presets.PRESETS, "attention", and "window", attention that sees `segment` tokens."""
+    """Names in titans_jax.memory.presets.PRESETS, "attention", "window", attention that sees `segment` tokens, "mamba"
+    and "samba"."""
     blocks: tuple[str, ...] = ("lmm",)
     """Blocks that hold the memories: lmm, mac, mag, mal."""
     dims: tuple[int, ...] = (64, 128, 256, 512)
@@ -146,7 +147,7 @@ class MqarStudy(Study):
         cells: list[Cell] = []
         for task, dim in itertools.product(tasks(options), dict.fromkeys(options.dims)):
             for (label, model), rate in itertools.product(kinds(options, dim), dict.fromkeys(options.learning_rates)):
-                steps = options.attention_steps if label["preset"] in WITHOUT_MEMORY else options.steps
+                steps = options.attention_steps if label["preset"] in (ATTENTION, WINDOW) else options.steps
                 place = {"learning_rate": rate, "pairs": task.num_pairs, "length": task.length}
                 this = dataclasses.replace(task, steps=steps, learning_rate=rate)
                 cells += with_seeds(options, [(label | place, model)], this)
@@ -233,9 +234,9 @@ def batch_size(options: MqarOptions, length: int) -> int:
 def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], ModelConfig]]:
     """The labels and configuration of every kind of model of a width."""
     for block, preset in models.in_blocks(options.blocks, options.presets):
-        attends, bounded = preset in WITHOUT_MEMORY, models.bounded(preset)
+        bounded = models.bounded(preset)
         sizes = (options.max_step_sizes or (options.memory.max_step_size,)) if bounded else (None,)
-        head_dims = options.head_dims if not attends else (max(options.head_dims),)
+        head_dims = options.head_dims if preset not in WITHOUT_MEMORY else (max(options.head_dims),)
         for head_dim, size in itertools.product(dict.fromkeys(head_dims), dict.fromkeys(sizes)):
             memory = options.memory if size is None else dataclasses.replace(options.memory, max_step_size=size)
             model = models.small_model(preset, block, dim, options.depth, head_dim, memory)
