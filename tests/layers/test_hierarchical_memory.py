@@ -19,7 +19,7 @@ from titans_jax.memory import choose_form
 from titans_jax.ops.backend import TPU
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
-from model_oracle import Model, rms_norm, sigmoid, silu  # noqa: E402
+from model_oracle import Model, sigmoid  # noqa: E402
 
 CHUNK, SHARD, LOCAL, TIME, MAX_STEP = 8, 8, (4,), 20, 0.1
 CONFIG = ModelConfig(
@@ -100,13 +100,16 @@ def recurrence(config, x):
         square = np.maximum(np.sum(key**2, axis=-1), 1e-6)  # the first key is zeros: no token is before it
         return P + np.einsum("hi,hj->hij", key, key) / square[:, None, None]
 
+    reads, seen = [], [state.weights for state in V]  # fewer persistent tokens than a chunk has
     for t in range(len(PERSISTENT)):
         V = far.write(V, rows[t], k[t], v[t])
         W = [each.write(states, rows[t], k[t], v[t]) for each, states in zip(near, W, strict=True)]
         P = add(P, k[t])
+        projected = np.einsum("hij,hj->hi", P, q[t])
+        local = [each.read([s.weights for s in states], projected) for each, states in zip(near, W, strict=True)]
+        reads.append(far.read(seen, q[t]) + sum(local))
     closed = lambda states: [oracle.State(s.weights, s.momentum, s.weights, 0) for s in states]  # noqa: E731
     V, first = closed(V), ([closed(states) for states in W], P)
-    reads = []
     for t, token in enumerate(range(len(PERSISTENT), len(rows))):
         if t % memory.shard == 0:
             W, P = first
@@ -120,9 +123,9 @@ def recurrence(config, x):
             W = [*W[:i], each.write(W[i], rows[token], k[token], v[token]), *W[i + 1 :]]
             answer = answer + each.read([state.weights for state in W[i]], projected)
         reads.append(answer)
-    reads = np.array(reads) + model.skip(named, rows, slice(len(PERSISTENT), None))
-    y = rms_norm(reads, params["norm", "scale"]).reshape(len(x), -1)
-    return (y * silu(x @ params["output_gate", "kernel"])) @ params["output_projection", "kernel"]
+    part = slice(len(PERSISTENT), None)
+    predictions = model.predictions(named, rows, np.array(reads))[part]
+    return model.leave(named, x, np.array(reads)[part] + model.skip(named, rows, part), predictions)
 
 
 OTHERS = [

@@ -90,7 +90,7 @@ def test_reads_are_the_recurrence_s_by_scales_of_the_input():
         first = layer.init_state(ROWS)
         features, state = layer.features(x, first)
         given, _ = layer.head_inputs(x, features, state)
-        reads, after, _ = layer.memorize(x, first)
+        (reads, _), after, _ = layer.memorize(x, first)
         return reads, after, given, layer.with_skip(jnp.zeros_like(reads), features["skip"])
 
     reads, after, given, skip = jax.tree.map(np.array, parts_of(layer, x))

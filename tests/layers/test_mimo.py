@@ -218,7 +218,7 @@ def test_a_memory_that_is_not_written_leaves_the_skip():
         module = layer(CONFIG, parameters)
         module.writes = False
         state = module.init_state(BATCH)
-        return module.memorize(x, state)[0], module.value(x, state.tails["value"])[0]
+        return module.memorize(x, state)[0].reads, module.value(x, state.tails["value"])[0]
 
     parameters, x = drawn()
     with jax.enable_x64(True):

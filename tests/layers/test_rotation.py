@@ -162,7 +162,7 @@ def test_a_memory_that_is_not_written_leaves_the_skip():
 
         def read(layer, x):
             state = layer.init_state(BATCH)
-            return layer.memorize(x, state)[0], layer.value(x, state.tails["value"])[0]
+            return layer.memorize(x, state)[0].reads, layer.value(x, state.tails["value"])[0]
 
         reads, values = jax.jit(read)(layer, x)
         np.testing.assert_allclose(reads, np.array([0.5, -2.0])[:, None] * np.asarray(values), rtol=1e-12)

@@ -120,7 +120,7 @@ class Model:
         segment, prefix = self.config.segment, self.persistent(p)
         x = rms_norm(x, p["norm", "scale"])
         queries = self.features(p, "query", x, None)
-        states, zs, out = self.start(p), np.zeros((0, self.config.dim)), []
+        states, zs, raw, out = self.start(p), np.zeros((0, self.config.dim)), [], []
         for t in range(len(x)):
             first = t - t % segment
             if t == first:
@@ -142,8 +142,9 @@ class Model:
                 z = rms_norm(x[t] + y, p["write_norm", "scale"])
             zs = np.concatenate([zs, z])
             reads, states = self.write(p, zs, slice(t, t + 1), states)
+            raw.append(reads[0])
             reads = reads + self.skip(p, zs, slice(t, t + 1))
-            out.append(self.merge(p, y, self.leave(p, z, reads))[0])
+            out.append(self.merge(p, y, self.leave(p, z, reads, self.predictions(p, zs, np.array(raw))[-1:]))[0])
         return np.array(out)
 
     def merge(self, p, content, gate):
@@ -283,25 +284,40 @@ class Model:
             reads[t, head] = oracle.read(self.rule(), states[head].weights, norm_scale, queries[t, head])
         return reads
 
-    def leave(self, p, x, reads):
-        """Reads to model width: norm per head, gate by x, output projection."""
+    def predictions(self, p, rows, reads):
+        """What the gate of every row sees of the last reads' predictions, from reads of all rows of a sequence."""
+        if ("memory", "prediction", "kernel") not in p:
+            return np.zeros((len(rows), 1))
+        kernel, values = p["memory", "prediction", "kernel"], self.features(p, "value", rows, None)
+        logits = np.zeros_like(values)
+        for t, head in np.ndindex(*values.shape[:2]):
+            for lag in range(min(len(kernel), t)):  # the read before the first row is none
+                read, value = reads[t - lag - 1, head], values[t - lag, head]
+                cosine = read @ value / np.sqrt((read @ read + 1e-6) * (value @ value + 1e-6))
+                logits[t, head] += cosine * kernel[lag, head]
+        return logits.reshape(len(rows), -1)
+
+    def leave(self, p, x, reads, predictions=0.0):
+        """Reads to model width: norm per head, gate by x and by predictions, output projection."""
         y = rms_norm(reads, p["memory", "norm", "scale"]).reshape(len(x), -1)
-        return (y * silu(x @ p["memory", "output_gate", "kernel"])) @ p["memory", "output_projection", "kernel"]
+        gate = silu(x @ p["memory", "output_gate", "kernel"] + predictions)
+        return (y * gate) @ p["memory", "output_projection", "kernel"]
 
     def memory(self, p, x):
         """The memory over [P | x], with a new chunk where x begins; rows of x only."""
         prefix = self.persistent(p)
         rows = np.concatenate([prefix, x])
-        states = self.start(p)
+        states, before = self.start(p), np.zeros((0, self.config.num_heads, self.config.head_dim))
         if len(prefix):
-            _, states = self.write(p, rows, slice(0, len(prefix)), states)
+            before, states = self.write(p, rows, slice(0, len(prefix)), states)
             states = [oracle.State(state.weights, state.momentum, state.weights, 0) for state in states]
         part = slice(len(prefix), None)
         if self.config.memory.caching is not None:
             reads = self.cached_reads(p, x, rows, states)
         else:
             reads, _ = self.write(p, rows, part, states)
-        return self.leave(p, x, reads + self.skip(p, rows, part))
+        predictions = self.predictions(p, rows, np.concatenate([before, reads]))[part]
+        return self.leave(p, x, reads + self.skip(p, rows, part), predictions)
 
     def cached_reads(self, p, x, rows, first):
         """Memory Caching, token by token: reads of x, which comes last in `rows`, from the states `first` on."""

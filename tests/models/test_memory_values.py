@@ -67,7 +67,7 @@ def test_a_skip_adds_a_tokens_own_values_to_what_is_read(kind, writes):
         plain.writes = skipping.writes = writes
         x = inputs(config)
         run = jax.jit(lambda layer, x: layer.memorize(x, layer.init_state(2)))
-        (before, *rest), (after, *same) = run(plain, x), run(skipping, x)
+        ((before, _), *rest), ((after, _), *same) = run(plain, x), run(skipping, x)
         values = jax.jit(lambda layer, x: layer.features(x, running_of(layer.init_state(2)))[0]["value"])(plain, x)
         added = factors[None, None, :, None] * values
         np.testing.assert_allclose(after - before, added, rtol=1e-9, atol=1e-9 * float(abs(before).max()))

@@ -48,12 +48,12 @@ def test_reads_are_those_of_the_start(family):
     with jax.enable_x64(True):
         layer = jax.jit(lambda: NeuralMemory(config, rngs=nnx.Rngs(0)))()
         x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 11, config.dim)))
-        written, _, _ = jax.jit(lambda layer, x: layer.memorize(x, layer.init_state(2)))(layer, x)
+        (written, _), _, _ = jax.jit(lambda layer, x: layer.memorize(x, layer.init_state(2)))(layer, x)
         layer.writes = False
 
         def run(layer, x):
             start = layer.init_state(2)
-            reads, after, report = layer.memorize(x, start)
+            (reads, _), after, report = layer.memorize(x, start)
             queries, _ = layer.query(x, start.tails["query"])
             return reads, start.memory, after.memory, report, queries
 

@@ -108,6 +108,10 @@ class MemoryConfig:
     """Give the values that `value_skip` adds their own projection, so that the memory's values need to serve the memory
     alone, and a model with `tie_keys` has as many parameters as without. None: True with both `tie_keys` and
     `value_skip`."""
+    prediction_gate: bool | None = None
+    """Let the gate on the memory's output see, for the last 4 tokens, how near the token's value came to what the
+    memory had predicted: with `tie_keys` a token's read predicts the next token's value. None: True with `tie_keys`.
+    False: the gate sees the token alone, as in the papers."""
     forget_bias: float | tuple[float, ...] | None = None
     """Initial logit of the gates called "forget": at first a token forgets sigmoid(forget_bias). Two numbers are those
     of the first and the last head, with even steps between. None: -7 and -2 (for the global memory of `local_chunks`

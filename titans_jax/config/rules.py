@@ -167,6 +167,15 @@ def ties_keys(config: MemoryConfig) -> bool:
     return taught and not gates.complement_keys and skips_values(config)
 
 
+def gates_predictions(config: MemoryConfig) -> bool:
+    """Whether the output's gate sees how well reads predicted (`prediction_gate`); ConfigError: they cannot predict."""
+    tied = ties_keys(config) and not _preset(config).gates.rotated_keys
+    if config.prediction_gate and not tied:
+        why = f"with keys that turn, as those of {config.preset}," if ties_keys(config) else "without tied keys"
+        raise ConfigError(f"model.memory.prediction_gate is True, and {why} reads predict nothing; use False")
+    return tied if config.prediction_gate is None else config.prediction_gate
+
+
 def _linear_from_learned(rule: "MemoryRule") -> bool:
     """Whether a memory is one matrix with a learned start, unlike those of linear recurrent models."""
     return rule.architecture.linear and rule.learned_start

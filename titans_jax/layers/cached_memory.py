@@ -32,8 +32,10 @@ from titans_jax.layers.cache_shares import (
     shares_of,
 )
 from titans_jax.layers.document_layout import Documents, aligned
+from titans_jax.layers.head_inputs import HeadInputs
 from titans_jax.layers.memory_report import memory_report, weights_read
-from titans_jax.layers.neural_memory import HeadInputs, MemoryLayerState, NeuralMemory, broadcast
+from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
+from titans_jax.layers.prediction_gate import Reads
 from titans_jax.layers.projections import projection, wide_dtype
 from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
 from titans_jax.memory.cache_segments import CACHE_SEGMENTS, Extended, Levels
@@ -85,12 +87,12 @@ class CachedMemoryState(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Results of writing tokens from a segment's start on: queries, the values that `value_skip` adds and the running
-    memory's reads [b, t, h, d], the weights at the ends of the whole segments [b, n, h, in, out], the state of the
-    running memory, a report."""
+    """Results of writing tokens from a segment's start on: queries [b, t, h, d], the features that they are among, the
+    running memory's reads [b, t, h, d], the weights at the ends of the whole segments [b, n, h, in, out], the state of
+    the running memory, a report."""
 
     queries: jax.Array
-    skip: jax.Array
+    features: dict[str, jax.Array]
     reads: jax.Array
     ends: Matrices
     after: MemoryLayerState
@@ -130,7 +132,7 @@ class CachedMemory(NeuralMemory):
         """
         if state is None:
             reads, report = self._row(x, self.start(persistent), documents)
-            return self.output(x, reads), None, report
+            return self.read_out(x, reads), None, report
         time, room = x.shape[1], (self.cut.room(state.kept[0].shape[1]) + 1) * self.segment
         if time > room:
             raise ValueError(
@@ -149,7 +151,7 @@ class CachedMemory(NeuralMemory):
             else:
                 fits, at_once = position == 0, functools.partial(self._from_start, x, state)
             reads, state, report = jax.lax.cond(fits, at_once, one_by_one)
-        return self.output(x, reads), state, report
+        return self.read_out(x, reads), state, report
 
     def init_state(
         self, batch: int, persistent: jax.Array | None = None, max_length: int | None = None
@@ -190,13 +192,13 @@ class CachedMemory(NeuralMemory):
           start: the state before a document's first token, without the batch axis; with documents.
         """
         features, running = self.features(x, running, documents, start)
-        queries, skip = features["query"], features["skip"]
         batch, time = x.shape[:2]
         whole, rest = divmod(time, self.segment)
         weights = running.memory.weights
         if not self.writes:
             ends = tuple(jnp.broadcast_to(w[:, None], (batch, whole, *w.shape[1:])) for w in self._as_read(weights))
-            return Segments(queries, skip, self.retrieve(weights, queries), ends, running, {})
+            queries = features["query"]
+            return Segments(queries, features, self.retrieve(weights, queries), ends, running, {})
         inputs, running = self.head_inputs(x, features, running, documents, start)
         inputs = inputs._replace(resets=None)  # documents begin with a segment
         begins = None if documents is None else documents.starts[:, :: self.segment].T  # [segments, b]
@@ -231,18 +233,18 @@ class CachedMemory(NeuralMemory):
             parts.append(tuple(part))
         reads, surprise = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
-        return Segments(inputs.queries, skip, reads, ends, running._replace(memory=after), report)
+        return Segments(inputs.queries, features, reads, ends, running._replace(memory=after), report)
 
     # Reading a whole row
 
     def _row(
         self, x: jax.Array, start: MemoryLayerState, documents: Documents | None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[Reads, dict[str, jax.Array]]:
         """Reads of x [b, t, dim] from the start of a row, and a report."""
         batch, time = x.shape[:2]
         running = broadcast(start, batch)
         first = Carried.of(running.memory)
-        queries, skip, reads, kept, _, report = self._segments(x, running, first, documents, start)
+        queries, features, reads, kept, running, report = self._segments(x, running, first, documents, start)
         count = (time - 1) // self.segment  # the last segment's end is read by no token of the row
         if count:
             number, same = numbered(count + 1, self.segment, documents)
@@ -259,13 +261,12 @@ class CachedMemory(NeuralMemory):
             reads = self._together(kept, shares, queries, reads, self.segment, levels)
         if documents is not None:
             reads = jnp.where(aligned(documents, self.segment)[:, None, None, None], reads, jnp.nan)
-        return self.with_skip(reads, skip), report
+        reads, _ = self.complete(reads, features, running, documents, start)
+        return reads, report
 
     # Streaming
 
-    def _inside(
-        self, x: jax.Array, state: CachedMemoryState
-    ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
+    def _inside(self, x: jax.Array, state: CachedMemoryState) -> tuple[Reads, CachedMemoryState, dict[str, jax.Array]]:
         """x [b, t, dim] whose last token is at most the last of the open segment."""
         batch, time = x.shape[:2]
         number, position, slots = state.tokens // self.segment, state.tokens % self.segment, state.kept[0].shape[1]
@@ -301,18 +302,18 @@ class CachedMemory(NeuralMemory):
         visible = jnp.broadcast_to(self.cut.held(number, slots) > 0, (batch, time, slots))
         chosen = chosen_alone(self.aggregation, kept, self._shares(visible, asked))
         reads = self._within_room(number, slots, self._together(*chosen, queries, reads))
-        state = self._state(running, kept, pools, state.first, state.tokens + time)
-        return self.with_skip(reads, features["skip"]), state, report
+        reads, running = self.complete(reads, features, running)
+        return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
 
     def _from_start(
         self, x: jax.Array, state: CachedMemoryState
-    ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
+    ) -> tuple[Reads, CachedMemoryState, dict[str, jax.Array]]:
         """x [b, t, dim] from a segment's start on."""
         batch, time = x.shape[:2]
         whole = time // self.segment
         running = state.running
         running = running._replace(memory=dataclasses.replace(running.memory, position=0))
-        queries, skip, reads, ends, running, report = self._segments(x, running, state.first)
+        queries, features, reads, ends, running, report = self._segments(x, running, state.first)
         number, slots = state.tokens // self.segment, state.kept[0].shape[1]
         new, asked, pools = number + jnp.arange(1, whole + 1, dtype=jnp.int32), None, None
         means = pieces = means_before = None
@@ -334,19 +335,20 @@ class CachedMemory(NeuralMemory):
         shares = self._shares(self._of_tokens(read, time), asked)
         reads = self._together(readable, shares, queries, reads, None if levels is None else self.segment, levels)
         reads = self._within_room(self._of_tokens(numbers[None], time), slots, reads)
-        return self.with_skip(reads, skip), self._state(running, kept, pools, state.first, state.tokens + time), report
+        reads, running = self.complete(reads, features, running)
+        return reads, self._state(running, kept, pools, state.first, state.tokens + time), report
 
     def _token_by_token(
         self, x: jax.Array, state: CachedMemoryState
-    ) -> tuple[jax.Array, CachedMemoryState, dict[str, jax.Array]]:
+    ) -> tuple[Reads, CachedMemoryState, dict[str, jax.Array]]:
         """x [b, t, dim] from anywhere in a segment on."""
 
         def one_token(state: CachedMemoryState, token: jax.Array) -> tuple[CachedMemoryState, Any]:
             reads, state, report = self._inside(token[:, None], state)
-            return state, (reads[:, 0], report)
+            return state, (reads, report)
 
         state, (reads, report) = jax.lax.scan(one_token, state, jnp.moveaxis(x, 1, 0))
-        return jnp.moveaxis(reads, 0, 1), state, report_of_tokens(report)
+        return jax.tree.map(from_segments, reads), state, report_of_tokens(report)  # segments of one token
 
     def _within_room(self, number: jax.Array, slots: int, reads: jax.Array) -> jax.Array:
         """Reads [b, t, h, d] of tokens after `number` whole segments ([] or [1, t]), NaN where there are too few

@@ -34,13 +34,17 @@ class HeadReads(MemoryLayer):
             config, width, config.dim, ("heads", "embed"), writes_residual=True, rngs=rngs
         )
 
-    def output(self, x: jax.Array, reads: jax.Array) -> jax.Array:
-        """Reads [b, t, ..., h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output
-        projection."""
+    def kept(self, reads: jax.Array) -> jax.Array:
+        """What a memory read [b, t, ..., h, d], as activations that rematerialisation policies know by name."""
         # Kept flat, or a TPU would square them in the memory kernel's layout, in which narrow heads fill no register.
         flat = jax.lax.optimization_barrier(side_by_side(reads.astype(self.dtype)))
-        reads = checkpoint_name(flat, READS).reshape(reads.shape)
-        return self.output_projection(self.gated(self.norm(reads), self.output_gate(x)))
+        return checkpoint_name(flat, READS).reshape(reads.shape)
+
+    def output(self, x: jax.Array, reads: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """Reads [b, t, ..., h, d] to model width: RMSNorm per head, gate silu(x W_g) (Gated DeltaNet), output
+        projection. gate: added to the gate's logits, [b, t, h d]."""
+        logits = self.output_gate(x)
+        return self.output_projection(self.gated(self.norm(reads), logits if gate is None else logits + gate))
 
     def gated(self, normed: jax.Array, gate: jax.Array) -> jax.Array:
         """Normed reads [b, t, h, d] and logits of their gate [b, t, h d]: [b, t, h d]."""

@@ -25,10 +25,12 @@ from titans_jax import memory
 from titans_jax.config import ModelConfig, local_memories
 from titans_jax.layers.cached_memory import Carried
 from titans_jax.layers.document_layout import Documents, aligned
+from titans_jax.layers.head_inputs import HeadInputs
 from titans_jax.layers.key_projection import key_projection
 from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
-from titans_jax.layers.neural_memory import HeadInputs, MemoryLayerState, NeuralMemory, broadcast
+from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
+from titans_jax.layers.prediction_gate import Reads
 from titans_jax.layers.projections import wide_dtype
 
 Report = dict[str, jax.Array]
@@ -108,11 +110,12 @@ class HierarchicalMemory(NeuralMemory):
         documents: Documents | None = None,
         start: HierarchicalState | None = None,
         mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, HierarchicalState, Report]:
+    ) -> tuple[Reads, HierarchicalState, Report]:
         """As of `NeuralMemory`; the report is the mean of all memories'."""
         reads, state, report = self._memorize_shards(x, state, documents, start, mask, self.shard)
         if documents is not None:
-            reads = jnp.where(aligned(documents, self.shard)[:, None, None, None], reads, jnp.nan)
+            at_shards = aligned(documents, self.shard)[:, None, None, None]
+            reads = reads._replace(reads=jnp.where(at_shards, reads.reads, jnp.nan))
         return reads, state, report
 
     def start(self, persistent: jax.Array | None = None) -> HierarchicalState:
@@ -146,7 +149,7 @@ class HierarchicalMemory(NeuralMemory):
         start: HierarchicalState | None = None,
         mask: jax.Array | None = None,
         shard: int = 0,
-    ) -> tuple[jax.Array, HierarchicalState, Report]:
+    ) -> tuple[Reads, HierarchicalState, Report]:
         """`memorize` with shards of this many tokens, wherever they start."""
         batch, time = x.shape[:2]
         running_start = None if start is None else start.running
@@ -171,8 +174,8 @@ class HierarchicalMemory(NeuralMemory):
         projection = dataclasses.replace(opened.projection, position=(position + time) % shard)
         if self.writes:
             report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *reports, *report)
+        reads, running = self.complete(reads + found, features, running, documents, running_start)
         state = HierarchicalState(running, opened._replace(projection=projection), first)
-        reads = self.with_skip(reads + found, features["skip"])
         return reads, as_arrays(state), report if self.writes else {}
 
     def _shard_inputs(

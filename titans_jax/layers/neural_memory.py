@@ -4,26 +4,25 @@
     alpha, eta, theta = gates(x)       per token, head and fast matrix, or as the preset's paper has them
     theta = shared(theta, k)           among near keys of a chunk, where theta has a bound (`shared_steps`)
     r = memory(q, k, v, gates)         titans_jax.memory, for a batch and heads; with `value_skip` + D v
-    y = (rms_norm(r) * silu(x W_g)) W_o
+    y = (rms_norm(r) * silu(x W_g)) W_o                   `prediction_gate` adds to the logits x W_g
 
 Shapes: b batch, t time, h heads, d head_dim, m fast matrices of one memory.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from titans_jax import memory
 from titans_jax.config import (
     ConfigError,
     ModelConfig,
     gate_choices,
+    gates_predictions,
     memory_rule,
     projects_skip,
     sizes_values,
@@ -31,21 +30,21 @@ from titans_jax.config import (
     ties_keys,
 )
 from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.head_inputs import HeadInputs, head_axes, per_device
 from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import MemoryGates
 from titans_jax.layers.memory_input import MemoryInput, of_token_before, start_as_induction, start_near_to_far
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.preconditioner import Preconditioner
+from titans_jax.layers.prediction_gate import PredictionGate, PredictionTail, Reads
 from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
 from titans_jax.layers.rotation import RotatedInputs, Rotation, RotationTail
 from titans_jax.layers.scan_chunks import at
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.sharding import (
     HEADS,
-    batch_axes,
     constrain,
     logical,
-    on_devices,
     wide_sides,
 )
 
@@ -62,24 +61,12 @@ class MemoryLayerState(NamedTuple):
 
     memory: of every head [b, h, ...]. tails: the last inputs of the convolutions by name; "key", the last query, where
     keys are tied and have no convolution; "steps", the last keys and their steps, where steps are shared; "squares",
-    the sums of a preconditioner; "rotation", the phases and the last token's key and value.
+    the sums of a preconditioner; "rotation", the phases and the last token's key and value; "prediction", the last
+    token's read and hits, where the gate sees predictions.
     """
 
     memory: memory.MemoryState
-    tails: dict[str, jax.Array | StepTail | RotationTail]
-
-
-class HeadInputs(NamedTuple):
-    """Inputs of the memories of all heads: queries, keys, values [b, t, h, (n,) d], gates [b, t, h, ...], resets bool
-    [b, t] or None. For `LogLinearMemory` alone scales [b, t, h, levels], and with resets positions int32 [b, t]."""
-
-    queries: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    gates: memory.Gates
-    resets: jax.Array | None
-    scales: jax.Array | None = None
-    positions: jax.Array | None = None
+    tails: dict[str, jax.Array | StepTail | RotationTail | PredictionTail]
 
 
 class NeuralMemory(HeadReads):
@@ -93,6 +80,8 @@ class NeuralMemory(HeadReads):
     """The fields of `OTHER_LAYERS` that this layer implements."""
     tied = False
     """Whether a token's key is the query of the token before (`tie_keys`)."""
+    prediction: PredictionGate | None = None
+    """With `prediction_gate`."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         for name, without in OTHER_LAYERS.items():
@@ -119,6 +108,7 @@ class NeuralMemory(HeadReads):
         self.skip = self._make_skip(config) if skips_values(config.memory) else None
         own = projects_skip(config.memory)
         self.skip_value = MemoryInput(config, unit_norm=sizes_values(config.memory), rngs=rngs) if own else None
+        self.prediction = PredictionGate(config, rngs=rngs) if gates_predictions(config.memory) else None
         self.make_output(config, rngs=rngs)
 
     def _make_memories(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
@@ -178,7 +168,7 @@ class NeuralMemory(HeadReads):
         if state is None:
             state = broadcast(start, x.shape[0])
         reads, state, report = self.memorize(x, state, documents, start)
-        return self.output(x, reads), state, report
+        return self.read_out(x, reads), state, report
 
     def memorize(
         self,
@@ -187,8 +177,8 @@ class NeuralMemory(HeadReads):
         documents: Documents | None = None,
         start: MemoryLayerState | None = None,
         mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
-        """Write x [b, t, dim]: the raw reads [b, t, (r,) h, d], the next state, and a report.
+    ) -> tuple[Reads, MemoryLayerState, dict[str, jax.Array]]:
+        """Write x [b, t, dim]: the raw reads, the next state, and a report.
 
         Args as of a call; mask: bool [b, t], False at padding, where there are no documents; start: the state of a
         document's start, without the batch axis.
@@ -198,11 +188,12 @@ class NeuralMemory(HeadReads):
         """
         features, state = self.features(x, state, documents, start)
         if not self.writes:
-            reads = self.retrieve(state.memory.weights, features["query"])
-            return self.with_skip(reads, features["skip"]), state, {}
-        inputs, state = self.head_inputs(x, features, state, documents, start, mask)
-        reads, state, report = self.write(inputs, state, start)
-        return self.with_skip(reads, features["skip"]), state, report
+            reads, report = self.retrieve(state.memory.weights, features["query"]), {}
+        else:
+            inputs, state = self.head_inputs(x, features, state, documents, start, mask)
+            reads, state, report = self.write(inputs, state, start)
+        reads, state = self.complete(reads, features, state, documents, start)
+        return reads, state, report
 
     def features(
         self,
@@ -270,6 +261,27 @@ class NeuralMemory(HeadReads):
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
         return reads, MemoryLayerState(after, state.tails), report
 
+    def complete(
+        self,
+        reads: jax.Array,
+        features: dict[str, jax.Array],
+        state: MemoryLayerState,
+        documents: Documents | None = None,
+        start: MemoryLayerState | None = None,
+    ) -> tuple[Reads, MemoryLayerState]:
+        """Reads [b, t, h, (r,) d] with their skip and hits, and the state with the next tail of `prediction`."""
+        # Named before the hits, or a backward pass would run the memory's kernel once more for their slopes.
+        reads, hits = self.kept(reads), None
+        if self.prediction is not None:
+            first = None if start is None else start.tails["prediction"]
+            hits, tail = self.prediction.hits(reads, features["value"], state.tails["prediction"], documents, first)
+            state = MemoryLayerState(state.memory, state.tails | {"prediction": tail})
+        return Reads(self.with_skip(reads, features["skip"]), hits), state
+
+    def read_out(self, x: jax.Array, reads: Reads) -> jax.Array:
+        """`output` of what `memorize` read, [b, t, dim]."""
+        return self.output(x, reads.reads, None if reads.hits is None else self.prediction(reads.hits))
+
     def inputs(self) -> dict[str, MemoryInput]:
         """The projections that a token goes through."""
         modules = {"query": self.query, "key": self.key, "value": self.value, "skip": self.skip_value}
@@ -319,6 +331,8 @@ class NeuralMemory(HeadReads):
             tails["squares"] = jnp.zeros((self.num_heads, self.head_dim), wide_dtype(self.dtype))
         if self.rotation is not None:
             tails["rotation"] = self.rotation.start(self.dtype)
+        if self.prediction is not None:
+            tails["prediction"] = self.prediction.start()
         state = MemoryLayerState(at(first, 0), tails)
         if persistent is None:
             return state
@@ -388,34 +402,6 @@ class NeuralMemory(HeadReads):
             at(after, (position + time * self.rule.algorithm.steps) % self.rule.chunk_size),
             surprise,
         )
-
-
-def head_axes(inputs: HeadInputs) -> HeadInputs:
-    """Which axis of a row's inputs is that of heads."""
-    gates = dataclasses.replace(jax.tree.map(lambda _: 1, inputs.gates), mask=None)
-    return HeadInputs(1, 1, 1, gates, None, scales=1, positions=None)
-
-
-def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
-    """`rows` of `_memorize` on every device for its own rows and heads."""
-    across = batch_axes(batch)  # None for the persistent tokens: one row, read by all
-    by_head, by_token = PartitionSpec(across, HEADS), PartitionSpec(across, None, HEADS)
-    gates = dataclasses.replace(
-        jax.tree.map(lambda _: by_token, gates), mask=gates.mask if gates.mask is None else PartitionSpec(across)
-    )
-
-    def sharded(position: int | jax.Array, *arguments: Any) -> Any:
-        static = isinstance(position, int)
-        by_row = PartitionSpec(across)
-        inputs = HeadInputs(by_token, by_token, by_token, gates, by_row, scales=by_token, positions=by_row)
-        specs = (by_head, by_head, inputs, by_head)
-        return on_devices(
-            functools.partial(rows, position) if static else rows,
-            specs if static else (PartitionSpec(), *specs),
-            (by_token, by_head, by_token),
-        )(*(() if static else (position,)), *arguments)
-
-    return sharded
 
 
 def broadcast(state: Any, batch: int) -> Any:

@@ -155,7 +155,7 @@ class SelfReferentialMemory(HeadReads):
         if not self.writes:
             own = memories_of((broadcast(params, x.shape[0]), state.memories.weights), slice(-1, None))
             reads = self._retrieve(*own, inputs.queries)[:, 0]
-            return self.output(x, reads), state._replace(tails=tails), {}
+            return self.output(x, self.kept(reads)), state._replace(tails=tails), {}
         first = jax.tree.map(lambda leaf: leaf[None], start.memories.weights)
         step = functools.partial(self._chunk, broadcast(params, x.shape[0]), first)
         memories, steps, outputs = scan_chunks(
@@ -168,7 +168,7 @@ class SelfReferentialMemory(HeadReads):
         own, weights = jax.tree.map(lambda leaf: leaf[-1], params), tuple(w[:, -1] for w in memories.weights)
         report = memory_report(self.rule, own, gates, outputs.values, outputs.surprise, weights)
         tails |= {} if steps is None else {"steps": steps}
-        return self.output(x, reads), SelfReferentialState(memories, tails), report
+        return self.output(x, self.kept(reads)), SelfReferentialState(memories, tails), report
 
     def start(self) -> SelfReferentialState:
         """The state before a document's first token, without the batch axis."""

@@ -13,6 +13,7 @@ from titans_jax.config import (
     ModelConfig,
     cache_aggregation,
     gate_choices,
+    gates_predictions,
     local_memories,
     memory_rule,
     projects_skip,
@@ -22,6 +23,7 @@ from titans_jax.layers.continuum_memory import level_width
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.layers.key_projection import BLOCK
 from titans_jax.layers.mamba import STATE, inner_width, step_rank
+from titans_jax.layers.prediction_gate import LAGS
 from titans_jax.memory.cache_segments import CACHE_SEGMENTS
 
 TOKENS_PER_BLOCK = 64
@@ -78,8 +80,9 @@ def memory_layer_flops(model: ModelConfig) -> float:
     projections = (inputs + 2) * projection_flops(model)
     convolutions = inputs * 2 * model.conv_size * model.dim
     ranks = 4 * rank**2 * model.dim * (rank > 1)  # what is read of the writes of the other ranks
+    predictions = 2 * (LAGS + 3) * model.num_heads * model.head_dim * gates_predictions(model.memory)
     memories = gated_memory_flops(model) + local_flops(model) + level_flops(model)
-    return projections + convolutions + ranks + memories
+    return projections + convolutions + ranks + predictions + memories
 
 
 def gated_memory_flops(model: ModelConfig) -> float:

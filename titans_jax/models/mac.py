@@ -44,6 +44,7 @@ from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.norms import RMSNorm, side_by_side
 from titans_jax.layers.persistent import LongTermQueries, PersistentTokens
+from titans_jax.layers.prediction_gate import Reads
 from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
 from titans_jax.models.block import Block, register_block
 from titans_jax.models.flops import (
@@ -131,7 +132,8 @@ class MAC(Block):
                 state.index == 0, lambda: self._segments(x, state), lambda: self._token_by_token(x, state)
             )
         written = self._written(self.norm(x), y)
-        x = x + self.merge(y, self.memory.output(written, self.attention.by_head(reads)))
+        reads = reads._replace(reads=self.memory.kept(self.attention.by_head(reads.reads)))
+        x = x + self.merge(y, self.memory.read_out(written, reads))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 
     def init_state(self, batch: int, max_length: int | None = None) -> MACState:
@@ -229,7 +231,7 @@ class MAC(Block):
 
     def _segments(
         self, x: jax.Array, state: MACState, documents: Documents | None = None
-    ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, Reads, MACState, dict[str, jax.Array]]:
         """x [b, t, dim] from a segment's start on: a scan over the whole segments, then the rest."""
         batch, time, _ = x.shape
         first = self.init_state(batch)
@@ -267,7 +269,7 @@ class MAC(Block):
             cut = functools.partial(to_segments, whole, self.segment)
             memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
             report = {n: r[-1] if n == "weight_norm" else from_segments(r) for n, r in report.items()}
-            parts.append((from_segments(y), from_segments(reads), report))
+            parts.append((from_segments(y), jax.tree.map(from_segments, reads), report))
         state = self._open_segment(memory, tail, state.prefix)
         if rest:
             memory, (y, reads, (weights, context, prefix), report) = one_segment(
@@ -279,22 +281,21 @@ class MAC(Block):
             state = MACState(memory, tail, weights, context, prefix, jnp.full((), rest, jnp.int32))
             parts.append((y, reads, report))
         ys, reads, reports = zip(*parts, strict=True)
-        return jnp.concatenate(ys, axis=1), jnp.concatenate(reads, axis=1), state, _join(reports)
+        reads = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *reads)
+        return jnp.concatenate(ys, axis=1), reads, state, _join(reports)
 
-    def _token_by_token(
-        self, x: jax.Array, state: MACState
-    ) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
+    def _token_by_token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, Reads, MACState, dict[str, jax.Array]]:
         """x [b, t, dim] from anywhere in a segment on."""
 
         def one_token(state: MACState, token: jax.Array) -> tuple[MACState, Any]:
             y, reads, state, report = self._token(token[:, None], state)
-            return state, (y[:, 0], reads[:, 0], report)
+            return state, (y, reads, report)
 
         state, (y, reads, report) = jax.lax.scan(one_token, state, jnp.moveaxis(x, 1, 0))
-        report = report_of_tokens(report)
-        return jnp.moveaxis(y, 0, 1), jnp.moveaxis(reads, 0, 1), state, report
+        y, reads = jax.tree.map(from_segments, (y, reads))  # segments of one token
+        return y, reads, state, report_of_tokens(report)
 
-    def _token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, jax.Array, MACState, dict[str, jax.Array]]:
+    def _token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, Reads, MACState, dict[str, jax.Array]]:
         """One token, x [b, 1, dim]."""
         opens, now = state.index == 0, state.memory.memory.weights
         if self.long_term is None:
@@ -342,7 +343,7 @@ class MAC(Block):
         index: int | jax.Array = 0,
         context: tuple[KeyValues, ...] | None = None,
         mask: jax.Array | None = None,
-    ) -> tuple[MemoryLayerState, tuple[jax.Array, jax.Array, tuple[KeyValues, ...], dict[str, jax.Array]]]:
+    ) -> tuple[MemoryLayerState, tuple[jax.Array, Reads, tuple[KeyValues, ...], dict[str, jax.Array]]]:
         """h, y, z and m of the equations at the top, for tokens inside one segment.
 
         Args:
@@ -353,7 +354,8 @@ class MAC(Block):
           mask: bool [b, t], False at padding.
 
         Returns:
-          the memory after z; y [b, t, dim], its reads [b, t, heads, head_dim], the context with these tokens, a report.
+          the memory after z; y [b, t, dim], its reads [b, t, heads head_dim] with their hits, the context with these
+          tokens, a report.
         """
         time = rows.queries.shape[1]
         rows = jax.tree.map(self.attention.by_head, rows)
@@ -373,7 +375,7 @@ class MAC(Block):
         z = self._written(None if rows.residual is None else side_by_side(rows.residual), y)
         reads, memory, report = self.memory.memorize(z, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
-        return memory, (y, side_by_side(reads), context, report)
+        return memory, (y, reads._replace(reads=side_by_side(reads.reads)), context, report)
 
 
 def _join(reports: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:
