@@ -21,23 +21,23 @@ HYBRID = ("lmm", "window")
 
 configs = {
     # OmegaNet: a window of 16 tokens
-    "omeganet_170m": atlas("omeganet", "170m"),  # 170,660,352 parameters, 2.5 GiB
-    "omeganet_340m": atlas("omeganet", "340m"),  # 344,203,776 parameters, 5.1 GiB
-    "omeganet_760m": atlas("omeganet", "760m"),  # 761,668,608 parameters, 11.3 GiB
-    "omeganet_1b": atlas("omeganet", "1b"),  # 1,303,286,592 parameters, 19.4 GiB
+    "omeganet_170m": atlas("omeganet", "170m"),  # 170,697,216 parameters, 2.5 GiB
+    "omeganet_340m": atlas("omeganet", "340m"),  # 339,583,488 parameters, 5.1 GiB
+    "omeganet_760m": atlas("omeganet", "760m"),  # 761,816,064 parameters, 11.4 GiB
+    "omeganet_1b": atlas("omeganet", "1b"),  # 1,303,434,048 parameters, 19.4 GiB
     # OmegaNet, then sliding-window attention
-    "omeganet_h_170m": atlas("omeganet", "170m", HYBRID),  # 170,962,560 parameters, 2.5 GiB
-    "omeganet_h_340m": atlas("omeganet", "340m", HYBRID),  # 340,292,352 parameters, 5.1 GiB
-    "omeganet_h_760m": atlas("omeganet", "760m", HYBRID),  # 762,881,280 parameters, 11.4 GiB
-    "omeganet_h_1b": atlas("omeganet", "1b", HYBRID),  # 1,302,584,736 parameters, 19.4 GiB
+    "omeganet_h_170m": atlas("omeganet", "170m", HYBRID),  # 169,211,520 parameters, 2.5 GiB
+    "omeganet_h_340m": atlas("omeganet", "340m", HYBRID),  # 340,341,504 parameters, 5.1 GiB
+    "omeganet_h_760m": atlas("omeganet", "760m", HYBRID),  # 762,955,008 parameters, 11.4 GiB
+    "omeganet_h_1b": atlas("omeganet", "1b", HYBRID),  # 1,302,658,464 parameters, 19.4 GiB
     # Atlas: the same window, momentum, and steps made orthogonal
-    "atlas_170m": atlas("atlas", "170m"),  # 170,955,648 parameters, 2.5 GiB
-    "atlas_340m": atlas("atlas", "340m"),  # 344,990,976 parameters, 5.1 GiB
-    "atlas_760m": atlas("atlas", "760m"),  # 762,849,024 parameters, 11.4 GiB
-    "atlas_1b": atlas("atlas", "1b"),  # 1,303,876,704 parameters, 19.4 GiB
+    "atlas_170m": atlas("atlas", "170m"),  # 170,992,512 parameters, 2.5 GiB
+    "atlas_340m": atlas("atlas", "340m"),  # 340,370,688 parameters, 5.1 GiB
+    "atlas_760m": atlas("atlas", "760m"),  # 762,996,480 parameters, 11.4 GiB
+    "atlas_1b": atlas("atlas", "1b"),  # 1,304,024,160 parameters, 19.4 GiB
     # Atlas, then sliding-window attention
-    "atlas_h_170m": atlas("atlas", "170m", HYBRID),  # 171,110,208 parameters, 2.5 GiB
-    "atlas_h_340m": atlas("atlas", "340m", HYBRID),  # 340,685,952 parameters, 5.1 GiB
-    "atlas_h_760m": atlas("atlas", "760m", HYBRID),  # 763,471,488 parameters, 11.4 GiB
-    "atlas_h_1b": atlas("atlas", "1b", HYBRID),  # 1,302,879,792 parameters, 19.4 GiB
+    "atlas_h_170m": atlas("atlas", "170m", HYBRID),  # 169,359,168 parameters, 2.5 GiB
+    "atlas_h_340m": atlas("atlas", "340m", HYBRID),  # 340,735,104 parameters, 5.1 GiB
+    "atlas_h_760m": atlas("atlas", "760m", HYBRID),  # 763,545,216 parameters, 11.4 GiB
+    "atlas_h_1b": atlas("atlas", "1b", HYBRID),  # 1,302,953,520 parameters, 19.4 GiB
 }

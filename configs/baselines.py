@@ -58,19 +58,19 @@ configs = {
     "deltanet_760m": baseline("deltanet", "760m"),  # 758,085,504 parameters, 11.3 GiB
     "deltanet_1b": baseline("deltanet", "1b"),  # 1,300,297,872 parameters, 19.4 GiB
     # TTT-Linear
-    "ttt_linear_120m": baseline("ttt_linear", "120m"),  # 119,244,096 parameters, 1.8 GiB
-    "ttt_linear_170m": baseline("ttt_linear", "170m"),  # 170,362,176 parameters, 2.5 GiB
-    "ttt_linear_340m": baseline("ttt_linear", "340m"),  # 340,658,304 parameters, 5.1 GiB
-    "ttt_linear_400m": baseline("ttt_linear", "400m"),  # 397,281,408 parameters, 5.9 GiB
-    "ttt_linear_760m": baseline("ttt_linear", "760m"),  # 762,251,904 parameters, 11.4 GiB
-    "ttt_linear_1b": baseline("ttt_linear", "1b"),  # 1,302,989,232 parameters, 19.4 GiB
+    "ttt_linear_120m": baseline("ttt_linear", "120m"),  # 119,280,960 parameters, 1.8 GiB
+    "ttt_linear_170m": baseline("ttt_linear", "170m"),  # 170,399,040 parameters, 2.5 GiB
+    "ttt_linear_340m": baseline("ttt_linear", "340m"),  # 340,756,608 parameters, 5.1 GiB
+    "ttt_linear_400m": baseline("ttt_linear", "400m"),  # 397,379,712 parameters, 5.9 GiB
+    "ttt_linear_760m": baseline("ttt_linear", "760m"),  # 762,399,360 parameters, 11.4 GiB
+    "ttt_linear_1b": baseline("ttt_linear", "1b"),  # 1,303,136,688 parameters, 19.4 GiB
     # TTT-MLP
-    "ttt_mlp_120m": baseline("ttt_mlp", "120m"),  # 120,866,496 parameters, 1.8 GiB
-    "ttt_mlp_170m": baseline("ttt_mlp", "170m"),  # 170,215,104 parameters, 2.5 GiB
-    "ttt_mlp_340m": baseline("ttt_mlp", "340m"),  # 338,299,776 parameters, 5.0 GiB
-    "ttt_mlp_400m": baseline("ttt_mlp", "400m"),  # 399,641,472 parameters, 6.0 GiB
-    "ttt_mlp_760m": baseline("ttt_mlp", "760m"),  # 759,893,376 parameters, 11.3 GiB
-    "ttt_mlp_1b": baseline("ttt_mlp", "1b"),  # 1,298,860,752 parameters, 19.4 GiB
+    "ttt_mlp_120m": baseline("ttt_mlp", "120m"),  # 120,903,360 parameters, 1.8 GiB
+    "ttt_mlp_170m": baseline("ttt_mlp", "170m"),  # 170,251,968 parameters, 2.5 GiB
+    "ttt_mlp_340m": baseline("ttt_mlp", "340m"),  # 338,398,080 parameters, 5.0 GiB
+    "ttt_mlp_400m": baseline("ttt_mlp", "400m"),  # 399,739,776 parameters, 6.0 GiB
+    "ttt_mlp_760m": baseline("ttt_mlp", "760m"),  # 760,040,832 parameters, 11.3 GiB
+    "ttt_mlp_1b": baseline("ttt_mlp", "1b"),  # 1,299,008,208 parameters, 19.4 GiB
     # Gated DeltaNet
     "gated_deltanet_120m": baseline("gated_deltanet", "120m"),  # 120,562,176 parameters, 1.8 GiB
     "gated_deltanet_170m": baseline("gated_deltanet", "170m"),  # 169,910,784 parameters, 2.5 GiB

@@ -25,29 +25,29 @@ HYBRID = ("lmm", "window")
 
 configs = {
     # Moneta: L_p bias, L_q retention
-    "moneta_120m": miras("moneta", "120m"),  # 120,608,448 parameters, 1.8 GiB
-    "moneta_170m": miras("moneta", "170m"),  # 169,957,056 parameters, 2.5 GiB
-    "moneta_340m": miras("moneta", "340m"),  # 342,330,240 parameters, 5.1 GiB
-    "moneta_760m": miras("moneta", "760m"),  # 758,861,184 parameters, 11.3 GiB
-    "moneta_1b": miras("moneta", "1b"),  # 1,304,906,448 parameters, 19.4 GiB
+    "moneta_120m": miras("moneta", "120m"),  # 120,645,312 parameters, 1.8 GiB
+    "moneta_170m": miras("moneta", "170m"),  # 169,993,920 parameters, 2.5 GiB
+    "moneta_340m": miras("moneta", "340m"),  # 342,428,544 parameters, 5.1 GiB
+    "moneta_760m": miras("moneta", "760m"),  # 759,008,640 parameters, 11.3 GiB
+    "moneta_1b": miras("moneta", "1b"),  # 1,305,053,904 parameters, 19.4 GiB
     # Moneta: L_p bias, L_q retention; then sliding-window attention
-    "moneta_h_120m": miras("moneta", "120m", HYBRID),  # 119,492,832 parameters, 1.8 GiB
-    "moneta_h_170m": miras("moneta", "170m", HYBRID),  # 170,610,912 parameters, 2.5 GiB
-    "moneta_h_340m": miras("moneta", "340m", HYBRID),  # 339,355,584 parameters, 5.1 GiB
-    "moneta_h_760m": miras("moneta", "760m", HYBRID),  # 761,477,568 parameters, 11.3 GiB
-    "moneta_h_1b": miras("moneta", "1b", HYBRID),  # 1,303,394,664 parameters, 19.4 GiB
+    "moneta_h_120m": miras("moneta", "120m", HYBRID),  # 119,511,264 parameters, 1.8 GiB
+    "moneta_h_170m": miras("moneta", "170m", HYBRID),  # 170,629,344 parameters, 2.5 GiB
+    "moneta_h_340m": miras("moneta", "340m", HYBRID),  # 339,404,736 parameters, 5.1 GiB
+    "moneta_h_760m": miras("moneta", "760m", HYBRID),  # 761,551,296 parameters, 11.3 GiB
+    "moneta_h_1b": miras("moneta", "1b", HYBRID),  # 1,303,468,392 parameters, 19.4 GiB
     # Yaad: Huber bias
-    "yaad_120m": miras("yaad", "120m"),  # 120,912,576 parameters, 1.8 GiB
-    "yaad_170m": miras("yaad", "170m"),  # 170,261,184 parameters, 2.5 GiB
-    "yaad_340m": miras("yaad", "340m"),  # 343,141,248 parameters, 5.1 GiB
-    "yaad_760m": miras("yaad", "760m"),  # 760,077,696 parameters, 11.3 GiB
-    "yaad_1b": miras("yaad", "1b"),  # 1,306,122,960 parameters, 19.5 GiB
+    "yaad_120m": miras("yaad", "120m"),  # 120,949,440 parameters, 1.8 GiB
+    "yaad_170m": miras("yaad", "170m"),  # 170,298,048 parameters, 2.5 GiB
+    "yaad_340m": miras("yaad", "340m"),  # 343,239,552 parameters, 5.1 GiB
+    "yaad_760m": miras("yaad", "760m"),  # 760,225,152 parameters, 11.3 GiB
+    "yaad_1b": miras("yaad", "1b"),  # 1,306,270,416 parameters, 19.5 GiB
     # Yaad: Huber bias; then sliding-window attention
-    "yaad_h_120m": miras("yaad", "120m", HYBRID),  # 119,644,896 parameters, 1.8 GiB
-    "yaad_h_170m": miras("yaad", "170m", HYBRID),  # 170,762,976 parameters, 2.5 GiB
-    "yaad_h_340m": miras("yaad", "340m", HYBRID),  # 339,761,088 parameters, 5.1 GiB
-    "yaad_h_760m": miras("yaad", "760m", HYBRID),  # 762,085,824 parameters, 11.4 GiB
-    "yaad_h_1b": miras("yaad", "1b", HYBRID),  # 1,304,002,920 parameters, 19.4 GiB
+    "yaad_h_120m": miras("yaad", "120m", HYBRID),  # 119,663,328 parameters, 1.8 GiB
+    "yaad_h_170m": miras("yaad", "170m", HYBRID),  # 170,781,408 parameters, 2.5 GiB
+    "yaad_h_340m": miras("yaad", "340m", HYBRID),  # 339,810,240 parameters, 5.1 GiB
+    "yaad_h_760m": miras("yaad", "760m", HYBRID),  # 762,159,552 parameters, 11.4 GiB
+    "yaad_h_1b": miras("yaad", "1b", HYBRID),  # 1,304,076,648 parameters, 19.4 GiB
     # Memora: Kullback-Leibler retention
     "memora_120m": miras("memora", "120m"),  # 120,000,384 parameters, 1.8 GiB
     "memora_170m": miras("memora", "170m"),  # 169,348,992 parameters, 2.5 GiB

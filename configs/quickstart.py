@@ -4,7 +4,7 @@
     titans generate runs/quickstart --prompt "def "
     titans evaluate runs/quickstart positions
 
-615,580 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
+616,604 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
 download), read as bytes. The model has no attention, so all that it knows of a row is in its memories; rows are long
 enough for that to matter. Every evaluation prints the "memory gain": how much worse the text is predicted when the
 memories are read but never written.

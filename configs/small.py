@@ -53,20 +53,20 @@ configs = {
     "hgrn2_small": small("hgrn2"),  # 1,909,504 parameters
     "deltanet_small": small("deltanet"),  # 1,910,536 parameters
     "longhorn_small": small("longhorn"),  # 1,910,536 parameters
-    "ttt_linear_small": small("ttt_linear"),  # 1,945,880 parameters
+    "ttt_linear_small": small("ttt_linear"),  # 1,947,928 parameters
     "gated_deltanet_small": small("gated_deltanet"),  # 1,912,608 parameters
     "rwkv7_small": small("rwkv7"),  # 1,959,680 parameters
     "delta_product_small": small("delta_product"),  # 2,180,904 parameters
     "mesa_small": small("mesa"),  # 1,913,104 parameters
-    "ttt_mlp_small": small("ttt_mlp"),  # 2,048,296 parameters
+    "ttt_mlp_small": small("ttt_mlp"),  # 2,050,344 parameters
     "kimi_delta_attention_small": small("kimi_delta_attention"),  # 1,944,336 parameters
     "gated_deltanet_2_small": small("gated_deltanet_2"),  # 1,976,072 parameters
     "comba_small": small("comba"),  # 1,912,624 parameters
     "preconditioned_delta_small": small("preconditioned_delta"),  # 1,916,744 parameters
     "preconditioned_kimi_small": small("preconditioned_kimi"),  # 1,948,472 parameters
-    "omeganet_small": small("omeganet"),  # 2,079,136 parameters
-    "atlas_small": small("atlas"),  # 2,083,248 parameters
-    "dla_small": small("dla"),  # 2,048,296 parameters
+    "omeganet_small": small("omeganet"),  # 2,081,184 parameters
+    "atlas_small": small("atlas"),  # 2,085,296 parameters
+    "dla_small": small("dla"),  # 2,050,344 parameters
     # LaCT (arXiv 2505.23884): chunks as long as the window of the attention beside them
     "lact_small": small("lact", pattern=("mag",), chunk_size=64, forget="preset"),  # 2,642,736 parameters
     "mamba3_small": small("mamba3"),  # 1,924,904 parameters
@@ -80,13 +80,13 @@ configs = {
     "hope_small": small("hope", ("hope",), continuum_chunks=LEVELS),  # 2,439,452 parameters
     "hope_attention_small": small("hope", ("hope_attention",), continuum_chunks=LEVELS),  # 1,906,956 parameters
     # Memory Caching (arXiv 2602.24281): Titans, read together with copies of it from the ends of earlier segments
-    "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,183,480 parameters
+    "memory_caching_small": small("titans", caching="gated", cache_segment=32),  # 2,185,528 parameters
     # Log-linear attention (arXiv 2506.04761): the two memories of its paper, in parts by how long ago they were written
     "log_linear_mamba2_small": small("mamba2", log_linear_levels=8),  # 1,929,056 parameters
     "log_linear_gated_deltanet_small": small("gated_deltanet", log_linear_levels=8),  # 1,931,112 parameters
     # TPTT (arXiv 2506.17671): a Transformer++, and a memory beside a window of its attention (`training.init_from`)
     "transformer_small": small("titans", ("attention",)),  # 1,770,752 parameters
-    "retrofit_small": small("titans", ("retrofit",)),  # 2,577,208 parameters
+    "retrofit_small": small("titans", ("retrofit",)),  # 2,579,256 parameters
     # TNT (arXiv 2511.07343): a global memory of long chunks, and a local one that restarts with every shard
-    "tnt_small": small("titans", chunk_size=64, local_chunks=(8,), shard=64),  # 2,196,328 parameters
+    "tnt_small": small("titans", chunk_size=64, local_chunks=(8,), shard=64),  # 2,198,376 parameters
 }

@@ -22,29 +22,29 @@ from titans_jax.config.papers import titans
 
 configs = {
     # LMM, the memory alone
-    "lmm_170m": titans("lmm", "170m"),  # 169,920,576 parameters, 2.5 GiB
-    "lmm_340m": titans("lmm", "340m"),  # 342,232,704 parameters, 5.1 GiB
-    "lmm_400m": titans("lmm", "400m"),  # 398,855,808 parameters, 5.9 GiB
-    "lmm_760m": titans("lmm", "760m"),  # 758,714,496 parameters, 11.3 GiB
-    "lmm_1b": titans("lmm", "1b"),  # 1,304,169,456 parameters, 19.4 GiB
+    "lmm_170m": titans("lmm", "170m"),  # 169,957,440 parameters, 2.5 GiB
+    "lmm_340m": titans("lmm", "340m"),  # 342,331,008 parameters, 5.1 GiB
+    "lmm_400m": titans("lmm", "400m"),  # 398,954,112 parameters, 5.9 GiB
+    "lmm_760m": titans("lmm", "760m"),  # 758,861,952 parameters, 11.3 GiB
+    "lmm_1b": titans("lmm", "1b"),  # 1,304,316,912 parameters, 19.4 GiB
     # MAC, memory as context
-    "mac_170m": titans("mac", "170m"),  # 169,957,440 parameters, 2.5 GiB
-    "mac_340m": titans("mac", "340m"),  # 339,185,280 parameters, 5.1 GiB
-    "mac_400m": titans("mac", "400m"),  # 400,526,976 parameters, 6.0 GiB
-    "mac_760m": titans("mac", "760m"),  # 758,861,952 parameters, 11.3 GiB
-    "mac_1b": titans("mac", "1b"),  # 1,301,957,616 parameters, 19.4 GiB
+    "mac_170m": titans("mac", "170m"),  # 169,994,304 parameters, 2.5 GiB
+    "mac_340m": titans("mac", "340m"),  # 339,283,584 parameters, 5.1 GiB
+    "mac_400m": titans("mac", "400m"),  # 400,625,280 parameters, 6.0 GiB
+    "mac_760m": titans("mac", "760m"),  # 759,009,408 parameters, 11.3 GiB
+    "mac_1b": titans("mac", "1b"),  # 1,302,105,072 parameters, 19.4 GiB
     # MAG, memory as gate
-    "mag_170m": titans("mag", "170m"),  # 169,939,008 parameters, 2.5 GiB
-    "mag_340m": titans("mag", "340m"),  # 339,136,128 parameters, 5.1 GiB
-    "mag_400m": titans("mag", "400m"),  # 400,477,824 parameters, 6.0 GiB
-    "mag_760m": titans("mag", "760m"),  # 758,788,224 parameters, 11.3 GiB
-    "mag_1b": titans("mag", "1b"),  # 1,301,883,888 parameters, 19.4 GiB
+    "mag_170m": titans("mag", "170m"),  # 169,975,872 parameters, 2.5 GiB
+    "mag_340m": titans("mag", "340m"),  # 339,234,432 parameters, 5.1 GiB
+    "mag_400m": titans("mag", "400m"),  # 400,576,128 parameters, 6.0 GiB
+    "mag_760m": titans("mag", "760m"),  # 758,935,680 parameters, 11.3 GiB
+    "mag_1b": titans("mag", "1b"),  # 1,302,031,344 parameters, 19.4 GiB
     # MAL, memory as layer
-    "mal_170m": titans("mal", "170m"),  # 169,929,792 parameters, 2.5 GiB
-    "mal_340m": titans("mal", "340m"),  # 339,111,552 parameters, 5.1 GiB
-    "mal_400m": titans("mal", "400m"),  # 400,453,248 parameters, 6.0 GiB
-    "mal_760m": titans("mal", "760m"),  # 758,751,360 parameters, 11.3 GiB
-    "mal_1b": titans("mal", "1b"),  # 1,301,847,024 parameters, 19.4 GiB
+    "mal_170m": titans("mal", "170m"),  # 169,966,656 parameters, 2.5 GiB
+    "mal_340m": titans("mal", "340m"),  # 339,209,856 parameters, 5.1 GiB
+    "mal_400m": titans("mal", "400m"),  # 400,551,552 parameters, 6.0 GiB
+    "mal_760m": titans("mal", "760m"),  # 758,898,816 parameters, 11.3 GiB
+    "mal_1b": titans("mal", "1b"),  # 1,301,994,480 parameters, 19.4 GiB
     # Transformer++, the baseline
     "transformer_120m": titans("attention", "120m"),  # 120,146,688 parameters, 1.8 GiB
     "transformer_170m": titans("attention", "170m"),  # 169,495,296 parameters, 2.5 GiB

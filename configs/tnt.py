@@ -16,5 +16,5 @@ from titans_jax.config.papers import tnt
 
 configs = {
     # One local memory, with chunks of 8 tokens
-    "tnt_150m": tnt(8),  # 150,171,840 parameters, 2.2 GiB
+    "tnt_150m": tnt(8),  # 150,208,704 parameters, 2.2 GiB
 }

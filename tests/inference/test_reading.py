@@ -109,13 +109,12 @@ def test_how_numbers_are_computed_is_not_part_of_the_fingerprint():
 def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
     """The number is what the version of 2026-11-22 made of it, before the fields were there."""
     params = {"anything": np.ones(3, np.float32)}
-    before = dataclasses.replace(
-        ModelConfig().memory, normalize_values=False, value_skip=False, tie_keys=False, skip_projection=False
-    )
+    absent = ("normalize_values", "value_skip", "tie_keys", "skip_projection", "prediction_gate")
+    before = dataclasses.replace(ModelConfig().memory, **dict.fromkeys(absent, False))
     assert module.fingerprint(ModelConfig(merge="product", memory=before), params) == "436b105a71ec2c94"
     others = {"omega_window": 4, "caching": "gated", "cache_segment": 64, "cache_restart": True}
     others |= {"cache_segmentation": "logarithmic", "mimo_rank": 2}
-    others |= {"normalize_values": True, "value_skip": True, "tie_keys": True, "skip_projection": True}
+    others |= dict.fromkeys(absent, True)
     others |= {"shared_gates": True, "channel_steps": "key", "gate_maps": "own", "start": "fixed"}
     for field, value in (others | {"local_chunks": (4,), "shard": 64}).items():
         memory = dataclasses.replace(before, **{field: value})

@@ -72,7 +72,8 @@ def miras(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config
 
 def atlas(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
     """An experiment of the ATLAS paper (arXiv 2505.23735, by secondary notes): Titans' sizes, one learning rate."""
-    config = experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0)
+    rows = 4 + 15 * SIZES[size].num_heads  # 15 weights of a window, for every head
+    config = experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0, rows=rows)
     return replace(config, optimizer=replace(config.optimizer, learning_rate=4e-4))
 
 
@@ -138,7 +139,7 @@ def samba(size: str) -> Config:
 
 
 def experiment(
-    size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_persistent: int, start: int = 8, rows: int = 128
+    size: str, pattern: tuple[str, ...], memory: MemoryConfig, num_persistent: int, start: int = 8, rows: int = 132
 ) -> Config:
     """A model with the papers' settings, on a folder of JSONL text given by --data.path.
 
@@ -149,7 +150,7 @@ def experiment(
     peak); how often to evaluate and save. Parameters are sharded over all devices.
 
     start: parameters of the memory's learned start divided by head_dim^2. rows: further parameters, in rows of width
-    dim, for persistent tokens or channel-wise gates.
+    dim, for persistent tokens or channel-wise gates, and for what the output's gate sees of predictions.
     """
     row = SIZES[size]
     return Config(

@@ -54,6 +54,7 @@ LATER = {
     "memory.start": None,
     "memory.tie_keys": False,
     "memory.skip_projection": False,
+    "memory.prediction_gate": False,
     "memory.log_linear_levels": 0,
 }
 """Fields of the model's configuration that were added after the first memory files, each with the value at which it has

@@ -67,6 +67,7 @@ VARIANTS: dict[str, Change] = {
     "without convolution": model_with(conv_size=1),
     "without persistent tokens": model_with(num_persistent=0),
     "linear memory": memory_with(architecture="linear"),
+    "gate without predictions": memory_with(prediction_gate=False),
     **{f"depth {depth}": memory_with(depth=depth) for depth in (1, 2, 3, 4)},
     **{f"chunk {size}": memory_with(chunk_size=size) for size in (1, 4, 16, 64)},
 }
