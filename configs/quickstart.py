@@ -1,7 +1,7 @@
 """A first training on real text: a small LMM learns to write Python, in a few minutes on two CPU cores.
 
     titans train quickstart
-    titans generate runs/quickstart --prompt "def "
+    titans generate runs/quickstart --prompt "class "
     titans evaluate runs/quickstart positions
 
 616,604 parameters. Sized for a laptop: the text is the source of the running Python's own standard library (31 MB, no
@@ -40,7 +40,7 @@ config = Config(
         evaluation_batches=16,
         diagnostics_every=130,
         checkpoint_every=130,
-        sample_prompt="def ",
+        sample_prompt="class ",
         sample_tokens=400,
     ),
 )
