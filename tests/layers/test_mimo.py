@@ -254,7 +254,7 @@ def test_half_precision_is_near():
             "mac",
             {},
             "model.memory.mimo_rank is 3, and mac's attention takes one read of the memory for every token; use 1, or "
-            "a pattern of lmm, mag or mal",
+            "a pattern of lmm, mag, mal or retrofit",
         ),
     ],
 )

@@ -31,12 +31,12 @@ def tail(gate, rows=ROWS):
 
 
 def cosines(reads, values):
-    """[b, t, h, lags] in numpy: of the read of one token before with the value, and of those before it."""
+    """[b, t, lags, h] in numpy: of the read of one token before with the value, and of those before it."""
     before = np.concatenate([np.zeros_like(reads[:, :1]), reads[:, :-1]], axis=1)
     sizes = np.linalg.norm(before, axis=-1) * np.linalg.norm(values, axis=-1)
     hits = np.sum(before * values, axis=-1) / np.where(sizes == 0, 1, sizes)
     late = [np.pad(hits, ((0, 0), (lag, 0), (0, 0)))[:, : hits.shape[1]] for lag in range(LAGS)]
-    return np.stack(late, axis=-1)
+    return np.stack(late, axis=-2)
 
 
 def test_hits_are_cosines_of_the_read_before_with_the_value(gate):
@@ -46,7 +46,7 @@ def test_hits_are_cosines_of_the_read_before_with_the_value(gate):
     scaled, _ = gate.hits(3 * reads, 5 * values, tail(gate))
     np.testing.assert_allclose(scaled, found, rtol=1e-4, atol=1e-6)
     same, _ = gate.hits(reads, np.roll(reads, 1, axis=1), tail(gate))
-    np.testing.assert_allclose(same[:, 1:, :, 0], 1, rtol=1e-5)
+    np.testing.assert_allclose(same[:, 1:, 0], 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cut", [1, 3, 12])

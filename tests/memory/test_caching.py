@@ -113,6 +113,6 @@ def test_what_cannot_be_is_refused(fields, sentence):
 def test_a_block_that_keeps_nothing_refuses_caching():
     model = ModelConfig(pattern=("lmm", "mac"), memory=MemoryConfig(caching="gated"))
     with pytest.raises(
-        ConfigError, match=r"^model\.memory\.caching is 'gated', which mac does not do.* lmm, mag or mal$"
+        ConfigError, match=r"^model\.memory\.caching is 'gated', which mac does not do.* lmm, mag, mal or retrofit$"
     ):
         check_model(model)

@@ -120,6 +120,7 @@ class Model:
         segment, prefix = self.config.segment, self.persistent(p)
         x = rms_norm(x, p["norm", "scale"])
         queries = self.features(p, "query", x, None)
+        asks, keys, values = (self.projected(p, name, x) for name in ("query", "key", "value"))
         states, zs, raw, out = self.start(p), np.zeros((0, self.config.dim)), [], []
         for t in range(len(x)):
             first = t - t % segment
@@ -127,16 +128,19 @@ class Model:
                 opened, context = states, []
             if self.config.mac_long_term is None:
                 h = rms_norm(self.retrieve(p, opened, queries[t : t + 1]), p["recall_norm", "scale"])
-                context.append((h.reshape(-1), x[t]))
-                rows, seen = np.array([row for pair in zip(*context, strict=True) for row in pair]), prefix
-                positions = list(range(t - first + 1)) * 2
+                context.append(h.reshape(-1))
+                plain = [np.array(context) @ p["attention", name, "kernel"] for name in ("key", "value")]
+                rows = [
+                    np.concatenate(x) for x in zip(plain, (keys[first : t + 1], values[first : t + 1]), strict=True)
+                ]
+                positions, seen = list(range(t - first + 1)) * 2, prefix
             else:
                 asked = p["long_term", "queries"]
                 asked = asked / np.sqrt(np.sum(asked**2, axis=-1, keepdims=True) + 1e-6)
                 h = rms_norm(self.retrieve(p, opened, asked), p["recall_norm", "scale"])
                 seen = np.concatenate([prefix, h.reshape(len(h), -1)])
-                rows, positions = x[first : t + 1], list(range(t - first + 1))
-            y = self.attend(p, x[t : t + 1], [t - first], rows, positions, seen)
+                rows, positions = (keys[first : t + 1], values[first : t + 1]), list(range(t - first + 1))
+            y = self.attend(p, asks[t : t + 1], [t - first], rows, positions, seen)
             z = y
             if self.config.mac_write == "residual":
                 z = rms_norm(x[t] + y, p["write_norm", "scale"])
@@ -160,25 +164,31 @@ class Model:
     def split(self, x):
         return x.reshape(len(x), self.config.num_heads, self.config.head_dim)
 
-    def attend(self, p, x, positions, rows, row_positions, prefix):
-        """Rows x see all rows and the prefix."""
-        theta, kernels = self.config.rope_theta, {n: p["attention", n, "kernel"] for n in ("query", "key", "value")}
-        queries = turn(self.split(x @ kernels["query"]), positions, theta)
-        keys = turn(self.split(rows @ kernels["key"]), row_positions, theta)
-        keys = np.concatenate([self.split(prefix @ kernels["key"]), keys])
-        values = self.split(np.concatenate([prefix, rows]) @ kernels["value"])
+    def projected(self, p, name, x):
+        """Queries, keys or values of all rows, behind their convolution where there is one; nothing stands before x."""
+        y = x @ p["attention", name, "kernel"]
+        taps = p.get(("attention", f"{name}_convolution", "kernel"), np.ones((1, 1)))
+        rows = np.concatenate([np.zeros((len(taps) - 1, y.shape[1])), y])
+        return sum(taps[lag] * rows[len(taps) - 1 - lag :][: len(x)] for lag in range(len(taps)))
+
+    def attend(self, p, queries, positions, rows, row_positions, prefix):
+        """Projected queries see all rows, keys and values, and those of the prefix, which are not convolved."""
+        theta, (keys, values) = self.config.rope_theta, rows
+        queries, keys = turn(self.split(queries), positions, theta), turn(self.split(keys), row_positions, theta)
+        keys = np.concatenate([self.split(prefix @ p["attention", "key", "kernel"]), keys])
+        values = self.split(np.concatenate([prefix @ p["attention", "value", "kernel"], values]))
         scores = np.einsum("thd,shd->hts", queries, keys) / np.sqrt(self.config.head_dim)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        y = np.einsum("hts,shd->thd", weights, values).reshape(len(x), -1)
+        y = np.einsum("hts,shd->thd", weights, values).reshape(len(queries), -1)
         return y @ p["attention", "output", "kernel"]
 
     def causal_attention(self, p, x, window, prefix):
-        rows = []
+        (asks, keys, values), rows = (self.projected(p, name, x) for name in ("query", "key", "value")), []
         for t in range(len(x)):
             first = 0 if window is None else max(0, t - window + 1)
             seen = list(range(first, t + 1))
-            rows.append(self.attend(p, x[t : t + 1], [t], x[seen], seen, prefix)[0])
+            rows.append(self.attend(p, asks[t : t + 1], [t], (keys[seen], values[seen]), seen, prefix)[0])
         return np.array(rows)
 
     # Memory

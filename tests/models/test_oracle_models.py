@@ -18,6 +18,11 @@ CASES = [small.config(kind) for kind in small.KINDS] + [
     small.config("mac", mac_write="attention", merge="product", memory={"forget_to": "zero"}),
     small.config("mac", depth=1, mac_long_term=3),
     small.config("mac", depth=1, mac_long_term=5, num_persistent=0),
+    small.config("mac", depth=1, attention_conv=True),
+    small.config("mac", depth=1, attention_conv=True, mac_long_term=3),
+    small.config("mag", depth=1, attention_conv=True),
+    small.config("mal", depth=1, attention_conv=True, conv_size=3),
+    small.config("attention", "window", attention_conv=True),
     small.config("lmm", memory=small.SHARED),
     small.config("mal", depth=1, memory={"architecture": "linear", "start": "zero"}),
     small.config("lmm", depth=1, memory={"shared_gates": True}),
@@ -36,7 +41,8 @@ def name(config):
     one_set = "-one_set" * config.memory.shared_gates
     kept = "" if config.memory.caching is None else f"-{config.memory.caching}"
     asked = "" if config.mac_long_term is None else f"-{config.mac_long_term}"
-    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}{shared}{one_set}{kept}{asked}"
+    convolved = "-conv" * config.attention_conv
+    return f"{'+'.join(config.pattern)}-{config.memory.architecture}{literal}{shared}{one_set}{kept}{asked}{convolved}"
 
 
 @pytest.mark.slow_but_for(

@@ -99,6 +99,7 @@ def test_theory():
     assert table["delta_product 2"] == "yyyn" and table["delta_product 4"] == "yyyy"
     assert table["titans"] == table["moneta"] == table["rwkv7"] == "oooo"
     assert [theory(ATTENTION, name, 1) for name in ("Z2", "S5")] == ["open", "no"]
+    assert [theory("mamba", name, 1) for name in ("Z2", "S5")] == ["no", "no"]
     assert theory("delta_product 1", "S5", 4) == theory("delta_product 2", "S5", 3) == "yes"
     assert {fields["preset"] for fields in RULES.values()} == SHIPPED
 

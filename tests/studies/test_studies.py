@@ -88,6 +88,12 @@ def test_what_the_ablation_takes_away():
     assert len({*models.values()}) == len(models) - 2
 
 
+def test_attention_of_a_reference_has_convolutions_where_its_name_says_so():
+    made = {name: small_model(name, "lmm", 8, 1, 4, MemoryConfig()) for name in ("attention", "attention_conv")}
+    assert [made[name].attention_conv for name in made] == [False, True]
+    assert {model.pattern for model in made.values()} == {("attention",)}
+
+
 @pytest.mark.slow
 def test_without_forgetting_everything_is_kept():
     (cell, *_) = AblationStudy().cells(

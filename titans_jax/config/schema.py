@@ -65,6 +65,8 @@ class ModelConfig:
     """Learned, input-independent tokens in front of every layer's sequence (Titans eq 19)."""
     conv_size: int = 4
     """Taps of the causal depthwise convolution on queries, keys and values of the memory."""
+    attention_conv: bool = False
+    """A causal depthwise convolution of `conv_size` taps on queries, keys and values of the attention, too."""
     rope_theta: float = 10000.0
     """Base of the rotary position embedding (attention only)."""
     norm_eps: float = 1e-6

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titans_jax.data.errors import DataError
+from titans_jax.data.recall import choose
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,13 @@ def distant_recall_sequences(task: DistantRecall, count: int, seed: int) -> dict
     context = task.sequence_length - pairs
     tokens = generator.integers(task.noise_size, size=(count, task.sequence_length), dtype=np.int32)
     targets = np.full(tokens.shape, -1, np.int32)
-    keys, values = (_different(generator, count, task.pool_size, pairs) + task.noise_size for _ in range(2))
+    keys, values = (choose(generator, np.zeros(task.pool_size), count, pairs) + task.noise_size for _ in range(2))
     values += task.pool_size
     # Pairs must not overlap: their places are different sorted numbers, with i added to the i-th.
-    places = np.sort(_different(generator, count, context - pairs, pairs), axis=1) + np.arange(pairs)
+    places = np.sort(choose(generator, np.zeros(context - pairs), count, pairs), axis=1) + np.arange(pairs)
     np.put_along_axis(tokens, places, keys, axis=1)
     np.put_along_axis(tokens, places + 1, values, axis=1)
-    order = _different(generator, count, pairs, pairs)
+    order = choose(generator, np.zeros(pairs), count, pairs)
     tokens[:, context:] = np.take_along_axis(keys, order, axis=1)
     targets[:, context:] = np.take_along_axis(values, order, axis=1)
     return {"tokens": tokens, "targets": targets}
-
-
-def _different(generator: np.random.Generator, count: int, size: int, drawn: int) -> np.ndarray:
-    """`drawn` different numbers below `size`, in random order: int32 [count, drawn]."""
-    rows = [generator.choice(size, drawn, replace=False) for _ in range(count)]
-    return np.array(rows, np.int32)

@@ -80,10 +80,10 @@ def recall_sequences(task: RecallTask, count: int, seed: int) -> dict[str, np.nd
     """
     generator = np.random.default_rng(seed)
     pairs, context = task.num_pairs, 2 * task.num_pairs
-    keys = _choose(generator, np.zeros(len(task.keys)), count, pairs) + task.keys.start
-    values = _choose(generator, np.zeros(len(task.values)), count, pairs) + task.values.start
+    keys = choose(generator, np.zeros(len(task.keys)), count, pairs) + task.keys.start
+    values = choose(generator, np.zeros(len(task.values)), count, pairs) + task.values.start
     slots = np.arange((task.sequence_length - context) // 2)
-    queries = context + 2 * _choose(generator, (task.power - 1) * np.log(slots + 1), count, pairs)
+    queries = context + 2 * choose(generator, (task.power - 1) * np.log(slots + 1), count, pairs)
 
     shape = (count, task.sequence_length)
     tokens = np.full(shape, BLANK, np.int32)
@@ -97,7 +97,7 @@ def recall_sequences(task: RecallTask, count: int, seed: int) -> dict[str, np.nd
     return {"tokens": tokens, "targets": targets}
 
 
-def _choose(generator: np.random.Generator, log_weights: np.ndarray, count: int, size: int) -> np.ndarray:
+def choose(generator: np.random.Generator, log_weights: np.ndarray, count: int, size: int) -> np.ndarray:
     """`count` draws of `size` indices, by weight and without replacement, in the order drawn: int32 [count, size].
 
     The indices of the largest log weights after adding Gumbel noise are such a draw.

@@ -34,6 +34,7 @@ from titans_jax.models import granularity
 
 FORMAT = "1"
 LATER = {
+    "attention_conv": False,
     "mac_long_term": None,
     "merge": "product",
     "memory.mimo_rank": 4,

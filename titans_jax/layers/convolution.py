@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn import initializers
+from jax.typing import DTypeLike
 
 from titans_jax.config import ModelConfig
 from titans_jax.layers import convolution_pallas
@@ -20,12 +21,14 @@ class CausalConvolution(nnx.Module):
 
     The rows before the first one come in as `tail`, [batch, conv_size - 1, channels], oldest first, and the last rows
     go out as the next tail, so any split of a sequence gives the same numbers. With a bias, a learned number of every
-    channel is added.
+    channel is added. With identity, y starts as x.
     """
 
-    def __init__(self, config: ModelConfig, channels: int, *, bias: bool = False, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, channels: int, *, bias: bool = False, identity: bool = False, rngs: nnx.Rngs
+    ):
         self.size, self.dtype = config.conv_size, compute_dtype(config)
-        init = logical(initializers.normal(self.size**-0.5), None, "heads")
+        init = logical(newest_tap if identity else initializers.normal(self.size**-0.5), None, "heads")
         self.kernel = nnx.Param(init(rngs.params(), (self.size, channels), param_dtype(config)))
         zeros = logical(lambda: jnp.zeros(channels, param_dtype(config)), "heads")
         self.bias = nnx.Param(zeros()) if bias else None
@@ -59,6 +62,11 @@ class CausalConvolution(nnx.Module):
 
     def _bias(self) -> jax.Array | None:
         return None if self.bias is None else self.bias[...]
+
+
+def newest_tap(key: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> jax.Array:
+    """A kernel [conv_size, channels] with which y is x; an initializer of jax.nn, whose key it does not need."""
+    return jnp.zeros(shape, dtype).at[0].set(1)
 
 
 def convolve(

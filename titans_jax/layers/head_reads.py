@@ -5,7 +5,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.norms import RMSNorm, side_by_side
+from titans_jax.layers.head_channels import side_by_side
+from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.projections import projection
 
 READS = "memory_reads"

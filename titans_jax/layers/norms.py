@@ -7,11 +7,10 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 
 from titans_jax.config import ModelConfig
+from titans_jax.layers.head_channels import channels_of_heads, fill_no_register, side_by_side
 from titans_jax.layers.implementations import Implementation, dispatch
 from titans_jax.layers.projections import param_dtype, wide_dtype
-from titans_jax.ops.backend import current_backend
-from titans_jax.ops.platform import LANES
-from titans_jax.sharding import head_shards, logical
+from titans_jax.sharding import logical
 
 L2_EPSILON = 1e-6
 
@@ -65,9 +64,7 @@ def normalize_side_by_side(
 
     A TPU would move heads that fill no register into another layout and back.
     """
-    heads, width = x.shape[-2:]
-    flat = side_by_side(x)
-    in_head = jnp.repeat(jnp.eye(heads, dtype=dtype), width, axis=0)
+    flat, in_head = side_by_side(x), channels_of_heads(*x.shape[-2:], dtype)
     sums = jnp.matmul(jnp.square(flat.astype(dtype)), in_head, precision="high")
     inverse_norm = jnp.matmul(jax.lax.rsqrt(sums / count + epsilon), in_head.T, precision="high")
     return _scaled(flat, None if scale is None else side_by_side(scale), inverse_norm).reshape(x.shape)
@@ -83,17 +80,10 @@ def _scaled(x: jax.Array, scale: jax.Array | None, inverse_norm: jax.Array) -> j
 def _heads_fill_no_register(
     x: jax.Array, dtype: DTypeLike, count: int, epsilon: float, scale: jax.Array | None = None
 ) -> bool:
-    narrow = x.ndim > 2 and x.shape[-1] % LANES > 0 and (scale is None or scale.ndim == 2)
-    # Heads on several devices would be added up across them.
-    return narrow and head_shards() == 1 and current_backend().pallas
+    return x.ndim > 2 and fill_no_register(x.shape[-1]) and (scale is None or scale.ndim == 2)
 
 
 NORMALIZE = (
     Implementation("side_by_side", normalize_side_by_side, _heads_fill_no_register),
     Implementation("rows", normalize_rows),
 )
-
-
-def side_by_side(x: jax.Array) -> jax.Array:
-    """[..., heads, width] -> [..., heads * width]."""
-    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])

@@ -20,6 +20,7 @@ from flax import nnx
 
 from titans_jax.config import ModelConfig
 from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.head_channels import side_by_side, spread_over_heads, sums_over_heads
 from titans_jax.layers.memory_input import of_token_before
 from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
 from titans_jax.sharding import logical
@@ -41,7 +42,7 @@ class PredictionTail(NamedTuple):
 
 class Reads(NamedTuple):
     """What the memories of all heads read, [b, t, (r,) h, d], with the skip of `value_skip`; and how well their last
-    reads predicted, [b, t, h, lags] (`PredictionGate`), None without such a gate."""
+    reads predicted, [b, t, lags, h] (`PredictionGate`), None without such a gate."""
 
     reads: jax.Array
     hits: jax.Array | None = None
@@ -63,26 +64,28 @@ class PredictionGate(nnx.Module):
         documents: Documents | None = None,
         first: PredictionTail | None = None,
     ) -> tuple[jax.Array, PredictionTail]:
-        """The hits of every token and of those before it, [b, t, h, lags], and the next tail.
+        """The hits of every token and of those before it, [b, t, lags, h], and the next tail.
 
         Args:
           reads: of the memory, without `value_skip`, [b, t, h, d].
           values: as projected or normalised; their size does not matter, [b, t, h, d].
           first: the tail of a document's start, without the batch axis; with documents.
         """
-        reads, values = reads.astype(tail.read.dtype), values.astype(tail.read.dtype)
-        predictions, read = of_token_before(reads, tail.read, documents, first and first.read)
-        lags, last = [cosine(predictions, values)], []
+        dtype, heads = tail.read.dtype, reads.shape[-2]
+        # Heads side by side: see `norms.normalize_side_by_side`.
+        reads, values = side_by_side(reads.astype(dtype)), side_by_side(values.astype(dtype))
+        before = None if first is None else side_by_side(first.read)
+        predictions, read = of_token_before(reads, side_by_side(tail.read), documents, before)
+        lags, last = [cosines(predictions, values, heads)], []
         for lag in range(LAGS - 1):
             earlier, hit = of_token_before(lags[-1], tail.hits[lag], documents, first and first.hits[lag])
             lags.append(earlier)
             last.append(hit)
-        return jnp.stack(lags, axis=-1), PredictionTail(read, tuple(last))
+        return jnp.stack(lags, axis=-2), PredictionTail(read.reshape(tail.read.shape), tuple(last))
 
     def __call__(self, hits: jax.Array) -> jax.Array:
         """What is added to the gate's logits, [b, t, h d]."""
-        logits = jnp.einsum("bthl,lhd->bthd", hits.astype(self.dtype), self.kernel[...].astype(self.dtype))
-        return logits.reshape(*logits.shape[:2], -1)
+        return spread_over_heads(hits.astype(self.dtype), self.kernel[...].astype(self.dtype))
 
     def start(self) -> PredictionTail:
         """The tail before the first token, without the batch axis."""
@@ -91,7 +94,7 @@ class PredictionGate(nnx.Module):
         return PredictionTail(read, (read[:, 0],) * (LAGS - 1))
 
 
-def cosine(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The cosine of the angle between rows of the last axis, 0 where one of them is 0."""
-    squares = jnp.sum(x * x, axis=-1), jnp.sum(y * y, axis=-1)
-    return jnp.sum(x * y, axis=-1) * jax.lax.rsqrt((squares[0] + EPSILON) * (squares[1] + EPSILON))
+def cosines(x: jax.Array, y: jax.Array, heads: int) -> jax.Array:
+    """The cosine between each head's channels of x and y [..., h d], 0 where one of them is 0: [..., h]."""
+    squares = [sums_over_heads(jnp.square(rows), heads) + EPSILON for rows in (x, y)]
+    return sums_over_heads(x * y, heads) * jax.lax.rsqrt(squares[0] * squares[1])

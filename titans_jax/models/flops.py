@@ -47,8 +47,9 @@ def mean_causal_keys(time: int, window: int) -> float:
 
 
 def attention_flops(model: ModelConfig, keys: float) -> float:
-    """Four projections, and scores and weighted sum over `keys` keys."""
-    return 4 * projection_flops(model) + 2 * 2 * keys * model.dim
+    """Four projections, the convolutions of three, and scores and weighted sum over `keys` keys."""
+    convolutions = 3 * 2 * model.conv_size * model.dim if model.attention_conv else 0
+    return 4 * projection_flops(model) + convolutions + 2 * 2 * keys * model.dim
 
 
 def mamba_flops(model: ModelConfig) -> int:

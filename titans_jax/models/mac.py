@@ -37,12 +37,13 @@ import numpy as np
 from flax import nnx
 
 from titans_jax.config import ConfigError, ModelConfig, gate_choices, memory_rule
-from titans_jax.layers.attention import Attention, KeyValues, segment_attention
+from titans_jax.layers.attention import Attention, ConvolutionTails, KeyValues, segment_attention
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
+from titans_jax.layers.head_channels import side_by_side
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
-from titans_jax.layers.norms import RMSNorm, side_by_side
+from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import LongTermQueries, PersistentTokens
 from titans_jax.layers.prediction_gate import Reads
 from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
@@ -75,6 +76,13 @@ class Rows(NamedTuple):
     residual: jax.Array | None
 
 
+class RowTails(NamedTuple):
+    """Convolution tails of x: for the queries of h, None where they are learned; and of attention, None without."""
+
+    recall: jax.Array | None
+    attention: ConvolutionTails | None
+
+
 class MACState(NamedTuple):
     """What streaming carries, of constant size.
 
@@ -83,7 +91,7 @@ class MACState(NamedTuple):
     context: keys and values of h and of x in the open segment, [b, segment, heads, head_dim].
     prefix: keys and values of P [b, n, heads, head_dim], one copy per row: gradients of a single one would be summed
     over rows in every segment.
-    index: int32 scalar, tokens of the segment read so far.
+    index: int32 scalar, tokens of the segment read so far. attention_tails: of attention's convolutions, None without.
 
     With `mac_long_term`, h is read when the segment opens and stands behind P in prefix; context has x alone, tail is
     None and weights are ().
@@ -95,6 +103,7 @@ class MACState(NamedTuple):
     context: tuple[KeyValues, ...]
     prefix: KeyValues
     index: jax.Array
+    attention_tails: ConvolutionTails | None = None
 
 
 @register_block("mac")
@@ -143,7 +152,8 @@ class MAC(Block):
         prefix = self.attention.prefix(self.persistent())
         tail = start.tails["query"] if self.long_term is None else None
         memory, tail, prefix = broadcast((start, tail, prefix), batch)
-        return self._open_segment(memory, tail, self._seen_by_all(prefix, memory.memory.weights))
+        tails = RowTails(tail, self.attention.start_tails(batch))
+        return self._open_segment(memory, tails, self._seen_by_all(prefix, memory.memory.weights))
 
     @staticmethod
     def closed(state: MACState) -> MACState:
@@ -181,23 +191,23 @@ class MAC(Block):
         if config.memory.caching is not None:
             raise ConfigError(
                 f"model.memory.caching is {config.memory.caching!r}, which mac does not do, as its segments' attention "
-                "reads the memory too; use None, or a pattern of lmm, mag or mal"
+                "reads the memory too; use None, or a pattern of lmm, mag, mal or retrofit"
             )
         if config.memory.local_chunks:
             raise ConfigError(
                 f"model.memory.local_chunks is {config.memory.local_chunks}, which mac does not do, as its attention "
-                "reads the memory of every segment's start; use (), or a pattern of lmm, mag or mal"
+                "reads the memory of every segment's start; use (), or a pattern of lmm, mag, mal or retrofit"
             )
         if config.memory.log_linear_levels:
             raise ConfigError(
                 f"model.memory.log_linear_levels is {config.memory.log_linear_levels}, which mac does not do, as its "
-                "attention reads the memory of every segment's start; use 0, or a pattern of lmm, mag or mal"
+                "attention reads the memory of every segment's start; use 0, or a pattern of lmm, mag, mal or retrofit"
             )
         rank = gate_choices(config.memory).key_rank(memory_rule(config.memory))
         if rank > 1:
             raise ConfigError(
                 f"model.memory.mimo_rank is {rank}, and mac's attention takes one read of the memory for every token; "
-                "use 1, or a pattern of lmm, mag or mal"
+                "use 1, or a pattern of lmm, mag, mal or retrofit"
             )
         chunk_size = config.memory.chunk_size
         if config.segment % chunk_size:
@@ -207,12 +217,13 @@ class MAC(Block):
                 f"{below}"
             )
 
-    def _open_segment(self, memory: MemoryLayerState, tail: jax.Array | None, prefix: KeyValues) -> MACState:
+    def _open_segment(self, memory: MemoryLayerState, tails: RowTails, prefix: KeyValues) -> MACState:
         """The state at a segment's start."""
         batch, _, heads, head_dim = prefix.keys.shape
         empty = KeyValues(*[jnp.zeros((batch, self.segment, heads, head_dim), self.attention.dtype)] * 2)
         contexts, weights = ((empty, empty), memory.memory.weights) if self.long_term is None else ((empty,), ())
-        return MACState(memory, tail, weights, contexts, prefix, jnp.zeros((), jnp.int32))
+        start = jnp.zeros((), jnp.int32)
+        return MACState(memory, tails.recall, weights, contexts, prefix, start, tails.attention)
 
     def _seen_by_all(self, prefix: KeyValues, weights: tuple[jax.Array, ...]) -> KeyValues:
         """Keys and values that all tokens of a segment see: P, the front of `prefix`, and behind it h, where it has
@@ -237,7 +248,8 @@ class MAC(Block):
         first = self.init_state(batch)
         first_tail = None if first.tail is None else first.tail[0]
         positions = jnp.arange(time, dtype=jnp.int32) % self.segment
-        rows, tail = self._rows(x, state.tail, positions, documents, first_tail)
+        tails = RowTails(state.tail, state.attention_tails)
+        rows, tails = self._rows(x, tails, positions, documents, first_tail)
 
         def one_segment(
             memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]
@@ -270,7 +282,7 @@ class MAC(Block):
             memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
             report = {n: r[-1] if n == "weight_norm" else from_segments(r) for n, r in report.items()}
             parts.append((from_segments(y), jax.tree.map(from_segments, reads), report))
-        state = self._open_segment(memory, tail, state.prefix)
+        state = self._open_segment(memory, tails, state.prefix)
         if rest:
             memory, (y, reads, (weights, context, prefix), report) = one_segment(
                 memory, jax.tree.map(lambda rows: rows[:, end:], (rows, documents))
@@ -278,7 +290,8 @@ class MAC(Block):
             room = [(0, 0), (0, self.segment - rest), (0, 0), (0, 0)]
             context = jax.tree.map(lambda rows: jnp.pad(rows, room), context)
             weights = weights if self.long_term is None else ()
-            state = MACState(memory, tail, weights, context, prefix, jnp.full((), rest, jnp.int32))
+            index = jnp.full((), rest, jnp.int32)
+            state = MACState(memory, tails.recall, weights, context, prefix, index, tails.attention)
             parts.append((y, reads, report))
         ys, reads, reports = zip(*parts, strict=True)
         reads = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *reads)
@@ -304,30 +317,31 @@ class MAC(Block):
         else:
             weights = ()
             prefix = jax.lax.cond(opens, lambda: self._seen_by_all(state.prefix, now), lambda: state.prefix)
-        rows, tail = self._rows(x, state.tail, state.index[None])
+        rows, tails = self._rows(x, RowTails(state.tail, state.attention_tails), state.index[None])
         memory, (y, reads, context, report) = self._attend_and_write(
             rows, state.memory, weights, prefix, index=state.index, context=state.context
         )
         index = (state.index + 1) % self.segment
-        return y, reads, MACState(memory, tail, weights, context, prefix, index), report
+        state = MACState(memory, tails.recall, weights, context, prefix, index, tails.attention)
+        return y, reads, state, report
 
     def _rows(
         self,
         x: jax.Array,
-        tail: jax.Array | None,
+        tails: RowTails,
         positions: jax.Array,
         documents: Documents | None = None,
         initial_tail: jax.Array | None = None,
-    ) -> tuple[Rows, jax.Array | None]:
+    ) -> tuple[Rows, RowTails]:
         """What depends on the block's input x [b, t, dim] alone, at `positions` [t] of its segment, and the next
-        convolution tail."""
+        convolution tails."""
         normed = self.norm(x)
         residual = None if self.write_norm is None else self.attention.by_head(normed)
-        recall = None
+        recall, tail = None, None
         if self.long_term is None:
-            recall, tail = self.memory.query(normed, tail, documents, initial_tail)
-        queries, past = self.attention.queries(normed, positions), self.attention.key_values(normed, positions)
-        return jax.tree.map(side_by_side, Rows(recall, queries, past, residual)), tail
+            recall, tail = self.memory.query(normed, tails.recall, documents, initial_tail)
+        queries, past, attention = self.attention.features(normed, positions, tails.attention, documents)
+        return jax.tree.map(side_by_side, Rows(recall, queries, past, residual)), RowTails(tail, attention)
 
     def _written(self, residual: jax.Array | None, y: jax.Array) -> jax.Array:
         """z [b, t, dim], the memory's input, from the block's normalised input and attention's output."""

@@ -210,8 +210,8 @@ class BabilongOptions(StudyOptions):
     presets: tuple[str, ...] = ("titans",)
     """Memories, each in every block."""
     reference: tuple[str, ...] = ("gated_deltanet", WINDOW, ATTENTION)
-    """Models to compare with: memories, in the block lmm only, and without a memory, "window", "attention", "mamba" and
-    "samba"."""
+    """Models to compare with: memories, in the block lmm only, and without a memory, "window", "attention",
+    "window_conv" and "attention_conv" (with convolutions in the attention), "mamba" and "samba"."""
     dim: int = 128
     """Width of the residual stream."""
     depth: int = 2

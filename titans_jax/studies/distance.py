@@ -85,7 +85,8 @@ class DistanceOptions(StudyOptions):
 
     presets: tuple[str, ...] = ("titans", "yaad", "moneta", "memora", "gated_deltanet", "mamba2", WINDOW)
     """Names in titans_jax.memory.presets.PRESETS; "window", attention that sees `segment` tokens; "attention", that
-    sees all, and whose memory off a TPU grows with the square of the length; "mamba" and "samba"."""
+    sees all, and whose memory off a TPU grows with the square of the length; both with "_conv", with convolutions in
+    the attention; "mamba" and "samba"."""
     blocks: tuple[str, ...] = ("lmm", "mac", "mag", "mal")
     """Blocks that hold the memories."""
     dim: int = 128

@@ -31,8 +31,8 @@ class LengthOptions(StudyOptions):
     presets: tuple[str, ...] = ("titans", "moneta", "yaad", "memora", "ttt_mlp", "ttt_linear")
     """Memories, each in every block."""
     reference: tuple[str, ...] = ("gated_deltanet", WINDOW)
-    """Models to compare with: memories, in the block lmm only, and without a memory, "window", "attention", "mamba" and
-    "samba"."""
+    """Models to compare with: memories, in the block lmm only, and without a memory, "window", "attention",
+    "window_conv" and "attention_conv" (with convolutions in the attention), "mamba" and "samba"."""
     head_dim: int = 32
     """Width of a head."""
     dim: int = 128

@@ -27,7 +27,9 @@ Made = TypeVar("Made")
 ATTENTION, WINDOW, MAMBA, SAMBA = "attention", "window", "mamba", "samba"
 """Names of Transformer++, of the same with a sliding window, of Mamba and of Samba, in a table, in place of a
 preset."""
-WITHOUT_MEMORY = {ATTENTION: (ATTENTION,), WINDOW: (WINDOW,), MAMBA: (MAMBA,), SAMBA: (SAMBA, WINDOW)}
+CONVOLVED = {"attention_conv": (ATTENTION,), "window_conv": (WINDOW,)}
+"""The first two with convolutions in their attention, as the other models have them."""
+WITHOUT_MEMORY = {ATTENTION: (ATTENTION,), WINDOW: (WINDOW,), **CONVOLVED, MAMBA: (MAMBA,), SAMBA: (SAMBA, WINDOW)}
 """Models without a memory, with their patterns of blocks."""
 NEVER = 1e-6
 """A largest step size so small that nothing is written."""
@@ -49,6 +51,7 @@ def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, me
         num_heads=dim // head_dim,
         head_dim=head_dim,
         num_persistent=0,
+        attention_conv=preset in CONVOLVED,
         dtype="float32",
         remat="none",
         memory=memory if preset in WITHOUT_MEMORY else dataclasses.replace(memory, preset=preset),

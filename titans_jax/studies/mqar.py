@@ -45,8 +45,8 @@ class MqarOptions(StudyOptions):
     """In place of the sweep, one easy task at one learning rate: 4 pairs in sequences of 32 tokens, with a vocabulary
     of 32. Two cores show differences in minutes."""
     presets: tuple[str, ...] = (*PRESETS, ATTENTION)
-    """Names in titans_jax.memory.presets.PRESETS, "attention", "window", attention that sees `segment` tokens, "mamba"
-    and "samba"."""
+    """Names in titans_jax.memory.presets.PRESETS, "attention", "window", attention that sees `segment` tokens,
+    "attention_conv" and "window_conv", with convolutions in the attention, "mamba" and "samba"."""
     blocks: tuple[str, ...] = ("lmm",)
     """Blocks that hold the memories: lmm, mac, mag, mal."""
     dims: tuple[int, ...] = (64, 128, 256, 512)

@@ -35,7 +35,7 @@ from titans_jax.data.word_problems import group, word_problems
 from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import models
 from titans_jax.studies.generated import TEST_SEED, VALIDATION_SEED, Generated, Sequences
-from titans_jax.studies.models import ATTENTION
+from titans_jax.studies.models import ATTENTION, MAMBA
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row, draw_spreads
 from titans_jax.studies.tasks import Numbers
@@ -48,9 +48,9 @@ REFLECTIONS = {"Z2": 1, "S3": 2, "A5": 2, "S5": 4}
 
 POSITIVE = (
     "retnet", "linear_attention", "dfw", "lightning_attention", "gla", "mamba2", "hgrn2", "deltanet", "longhorn",
-    "gated_deltanet", "mesa", "kimi_delta_attention", "gated_deltanet_2", "comba",
+    "gated_deltanet", "mesa", "kimi_delta_attention", "gated_deltanet_2", "comba", "mamba",
 )  # fmt: skip
-"""Presets whose transitions have eigenvalues in [0, 1] only."""
+"""Memories whose transitions have eigenvalues in [0, 1] only."""
 
 RULES: dict[str, dict[str, object]] = {
     **{name: {"preset": name} for name in PRESETS if name != "delta_product"},
@@ -62,6 +62,8 @@ RULES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 """Fields of the memory by the name of a rule. A linear Titans memory, whose keys come from one token each (tie_keys
 False), has steps of up to nearly 2 in units of the error, so that it can reflect."""
+EVERY = (*RULES, ATTENTION, MAMBA)
+"""All rules that the table can have."""
 
 
 def reflections(rule: str) -> int:
@@ -151,9 +153,9 @@ class WordProblem(Generated):
 class StateTrackingOptions(StudyOptions):
     """Train small models on word problems of groups, and test them at greater lengths."""
 
-    rules: tuple[str, ...] = (*RULES, ATTENTION)
+    rules: tuple[str, ...] = EVERY
     """Memories by preset; "delta_product 1", 2 and 4 by their steps; "titans linear"; "titans chunk 4" and 16;
-    "attention"."""
+    "attention"; "mamba"."""
     groups: tuple[str, ...] = ("Z2", "S3", "A5", "S5")
     """Groups by name; Z2 is parity."""
     dim: int = 128
@@ -205,14 +207,14 @@ class StateTrackingStudy(Study):
         if not options.task.test_lengths:
             raise ConfigError("task.test_lengths is empty; name at least one, such as 256")
         for name in options.rules:
-            if name not in (every := (*RULES, ATTENTION)):
-                raise ConfigError(f"rules has {name!r}; use {', '.join(every)}{did_you_mean(name, every)}")
+            if name not in EVERY:
+                raise ConfigError(f"rules has {name!r}; use {', '.join(EVERY)}{did_you_mean(name, EVERY)}")
         cells: list[Cell] = []
         for name in dict.fromkeys(options.groups):
             task = dataclasses.replace(options.task, group=name)
             kinds = []
             for rule in dict.fromkeys(options.rules):
-                fields = RULES.get(rule, {"preset": ATTENTION})
+                fields = RULES.get(rule, {"preset": rule})
                 memory = dataclasses.replace(options.memory, **{k: v for k, v in fields.items() if k != "preset"})
                 model = models.small_model(
                     fields["preset"], "lmm", options.dim, options.depth, options.head_dim, memory

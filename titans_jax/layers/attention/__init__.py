@@ -5,8 +5,16 @@ kernel) or `segment_pallas` (our own, for a segment of MAC).
 """
 
 from titans_jax.layers.attention.api import causal_attention, segment_attention
-from titans_jax.layers.attention.layer import Attention, AttentionState
+from titans_jax.layers.attention.layer import Attention, AttentionState, ConvolutionTails
 from titans_jax.layers.attention.rotary import rotate
 from titans_jax.layers.attention.xla import KeyValues
 
-__all__ = ["Attention", "AttentionState", "KeyValues", "causal_attention", "rotate", "segment_attention"]
+__all__ = [
+    "Attention",
+    "AttentionState",
+    "ConvolutionTails",
+    "KeyValues",
+    "causal_attention",
+    "rotate",
+    "segment_attention",
+]

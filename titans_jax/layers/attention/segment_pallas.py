@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from titans_jax.layers.attention.xla import KeyValues
-from titans_jax.layers.norms import side_by_side
+from titans_jax.layers.head_channels import side_by_side
 from titans_jax.ops.backend import current_backend
 from titans_jax.ops.matmul import inner_products, matmul
 from titans_jax.ops.pallas_tpu import interpreted, usable_vmem
