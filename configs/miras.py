@@ -49,15 +49,15 @@ configs = {
     "yaad_h_760m": miras("yaad", "760m", HYBRID),  # 762,159,552 parameters, 11.4 GiB
     "yaad_h_1b": miras("yaad", "1b", HYBRID),  # 1,304,076,648 parameters, 19.4 GiB
     # Memora: Kullback-Leibler retention
-    "memora_120m": miras("memora", "120m"),  # 120,000,384 parameters, 1.8 GiB
-    "memora_170m": miras("memora", "170m"),  # 169,348,992 parameters, 2.5 GiB
-    "memora_340m": miras("memora", "340m"),  # 340,708,608 parameters, 5.1 GiB
-    "memora_760m": miras("memora", "760m"),  # 756,428,544 parameters, 11.3 GiB
-    "memora_1b": miras("memora", "1b"),  # 1,302,473,568 parameters, 19.4 GiB
+    "memora_120m": miras("memora", "120m"),  # 120,037,440 parameters, 1.8 GiB
+    "memora_170m": miras("memora", "170m"),  # 169,386,048 parameters, 2.5 GiB
+    "memora_340m": miras("memora", "340m"),  # 340,807,296 parameters, 5.1 GiB
+    "memora_760m": miras("memora", "760m"),  # 756,576,384 parameters, 11.3 GiB
+    "memora_1b": miras("memora", "1b"),  # 1,302,621,168 parameters, 19.4 GiB
     # Memora: Kullback-Leibler retention; then sliding-window attention
-    "memora_h_120m": miras("memora", "120m", HYBRID),  # 119,188,800 parameters, 1.8 GiB
-    "memora_h_170m": miras("memora", "170m", HYBRID),  # 170,306,880 parameters, 2.5 GiB
-    "memora_h_340m": miras("memora", "340m", HYBRID),  # 338,544,768 parameters, 5.0 GiB
-    "memora_h_760m": miras("memora", "760m", HYBRID),  # 760,261,248 parameters, 11.3 GiB
-    "memora_h_1b": miras("memora", "1b", HYBRID),  # 1,302,178,224 parameters, 19.4 GiB
+    "memora_h_120m": miras("memora", "120m", HYBRID),  # 119,207,328 parameters, 1.8 GiB
+    "memora_h_170m": miras("memora", "170m", HYBRID),  # 170,325,408 parameters, 2.5 GiB
+    "memora_h_340m": miras("memora", "340m", HYBRID),  # 338,594,112 parameters, 5.0 GiB
+    "memora_h_760m": miras("memora", "760m", HYBRID),  # 760,335,168 parameters, 11.3 GiB
+    "memora_h_1b": miras("memora", "1b", HYBRID),  # 1,302,252,024 parameters, 19.4 GiB
 }

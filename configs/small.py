@@ -51,7 +51,7 @@ configs = {
     # Miras (arXiv 2504.13173)
     "moneta_small": small("moneta"),  # 655,508 parameters
     "yaad_small": small("yaad"),  # 663,956 parameters
-    "memora_small": small("memora"),  # 637,592 parameters
+    "memora_small": small("memora"),  # 638,620 parameters
     "retnet_small": small("retnet"),  # 544,640 parameters
     "linear_attention_small": small("linear_attention"),  # 544,640 parameters
     "dfw_small": small("dfw"),  # 569,728 parameters

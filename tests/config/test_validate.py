@@ -50,6 +50,17 @@ def test_a_configuration_saved_before_a_field_existed_means_what_models_did_then
     assert (before.memory.gate_maps, before.memory.gate_rank, before.memory.shared_gates) == ("shared", 32, False)
 
 
+def test_a_memora_that_was_saved_when_it_had_no_skip_has_none():
+    saved = to_dict(Config(model=ModelConfig(memory=MemoryConfig(preset="memora"))))
+    assert from_saved(saved).model.memory.value_skip is None
+    del saved["model"]["attention_conv"]
+    assert from_saved(saved).model.memory == MemoryConfig(preset="memora", value_skip=False)
+    for fields in ({"preset": "yaad"}, {"preset": "somebody's own"}, {"preset": "memora", "value_skip": True}):
+        memory = MemoryConfig(**fields)
+        saved["model"]["memory"] = to_dict(Config(model=ModelConfig(memory=memory)))["model"]["memory"]
+        assert from_saved(saved).model.memory == memory
+
+
 def test_every_field_is_documented():
     """The string under a field is what `--help` shows, so none may be missing."""
     import inspect

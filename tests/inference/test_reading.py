@@ -123,6 +123,20 @@ def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
         assert module.fingerprint(ModelConfig(memory=before, **fields), params) != "436b105a71ec2c94"
 
 
+def test_a_memory_that_an_earlier_version_wrote_for_memora_still_fits(tmp_path, monkeypatch):
+    """It stands under the fingerprint of a configuration without a word on the skip."""
+    ours, file, params = reader("linear"), tmp_path / "a.memory", tiny("linear")[1]
+    before, after = (
+        dataclasses.replace(MODEL, memory=dataclasses.replace(MODEL.memory, value_skip=skip)) for skip in (None, False)
+    )
+    (written,) = module.earlier_fingerprints(after, params)
+    assert written == module.fingerprint(before, params) != module.fingerprint(after, params)
+    assert module.earlier_fingerprints(before, params) == []
+    monkeypatch.setattr(ours, "fingerprints", {"ours", written})
+    dataclasses.replace(ours.start(), fingerprint=written).save(file)
+    assert Memory.load(file, ours).tokens == 0
+
+
 def test_speeds_are_those_of_whole_pieces():
     """A thousand tokens a second; the first piece, and each smaller one at the end, waits 10 s for the compiler."""
     ends = [(0.0, 0), *((10.0 + n, 1000 * (n + 1)) for n in range(41)), (60.0, 41256), (70.0, 41272)]

@@ -67,12 +67,12 @@ def test_a_model_has_as_many_parameters_with_both_as_with_neither():
 
 
 def test_memories_behind_a_norm_have_both():
-    """And a linear one that starts from learned weights. Linear recurrent models and Memora, to which nothing is added,
-    keep their keys, as do runs that were saved before."""
+    """And a linear one that starts from learned weights. Linear recurrent models, to which nothing is added, keep their
+    keys, as do runs that were saved before."""
     both = {name for name in PRESETS if ties_keys(MemoryConfig(preset=name))}
     assert both == {name for name in PRESETS if projects_skip(MemoryConfig(preset=name))}
-    assert both >= {"titans", "moneta", "yaad", "ttt_linear", "ttt_mlp", "omeganet", "atlas", "dla"}
-    assert not both & {"memora", "gated_deltanet", "gla", "hgrn2", "delta_product", "mamba3", "mesa", "lact"}
+    assert both >= {"titans", "moneta", "yaad", "ttt_linear", "ttt_mlp", "memora", "omeganet", "atlas", "dla"}
+    assert not both & {"gated_deltanet", "gla", "hgrn2", "delta_product", "mamba3", "mesa", "lact"}
     linear = MemoryConfig(architecture="linear")
     assert ties_keys(linear) and projects_skip(linear)
     from_zero = MemoryConfig(architecture="linear", start="zero")

@@ -18,6 +18,7 @@ from titans_jax.config.rules import (
     step_size_bound,
     ties_keys,
 )
+from titans_jax.config.saved import from_saved
 from titans_jax.config.schema import (
     Config,
     ConfigError,
@@ -29,7 +30,6 @@ from titans_jax.config.schema import (
     ProfileConfig,
     TrainingConfig,
     from_dict,
-    from_saved,
     leaves,
     to_dict,
     unknown_field,

@@ -130,7 +130,7 @@ def skips_values(config: MemoryConfig) -> bool:
         )
     if config.value_skip is not None:
         return config.value_skip
-    return several == 1 and (sizes_values(config) or _linear_from_learned(rule))
+    return several == 1 and (rule.architecture.normalized or _linear_from_learned(rule))
 
 
 def projects_skip(config: MemoryConfig) -> bool:

@@ -7,9 +7,8 @@ compiled or written. Nothing here needs jax.
 """
 
 import dataclasses
-import functools
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -306,34 +305,6 @@ def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
         nested = dataclasses.is_dataclass(value)
         found |= leaves(value, f"{prefix}{f.name}.") if nested else {prefix + f.name: value}
     return found
-
-
-BEFORE: Mapping[str, Any] = {
-    "model.mac_write": "attention",
-    "model.merge": "product",
-    "model.memory.bound_slope": False,
-    "model.memory.forget": "preset",
-    "model.memory.forget_to": "zero",
-    "model.memory.key_start": "random",
-    "model.memory.normalize_values": False,
-    "model.memory.prediction_gate": False,
-    "model.memory.share_steps": False,
-    "model.memory.skip_projection": False,
-    "model.memory.step_unit": "head_dim",
-    "model.memory.tie_keys": False,
-    "model.memory.value_skip": False,
-}
-"""How models behaved before these fields existed: the value of a field that a saved configuration lacks."""
-
-
-def from_saved(values: dict[str, Any]) -> Config:
-    """The configuration that `to_dict` of this or an earlier version saved; raises as `from_dict`."""
-    config = from_dict(values)
-    for name, value in BEFORE.items():
-        *path, field = name.split(".")
-        if field not in functools.reduce(lambda tree, part: tree.get(part, {}), path, values):
-            config = replaced(config, path, field, value)
-    return config
 
 
 def replaced(config: Any, path: list[str], field: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ predicted from it.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -120,7 +121,7 @@ class Memory:
             raise MemoryFileError(
                 f"memory is {str(file)!r}, which is damaged or no memory's file; read it anew"
             ) from error
-        if about["fingerprint"] != reader.fingerprint:
+        if about["fingerprint"] not in reader.fingerprints:
             raise MemoryFileError(
                 f"memory is {str(file)!r}, which another model has read (its fingerprint is {about['fingerprint']}, "
                 f"this model's {reader.fingerprint}); use that model, or read the text with this one"
@@ -167,6 +168,7 @@ class Reader:
             )
         config = nnx.merge(graphdef, params).config
         self.fingerprint = fingerprint(config, params)
+        self.fingerprints = {self.fingerprint, *earlier_fingerprints(config, params)}
         self._grain = granularity(config)
         self._piece = -(-PIECE // self._grain) * self._grain
         self._read = jax.jit(self._read_tokens)
@@ -255,3 +257,12 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
         digest.update(name.encode())
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()[:16]
+
+
+def earlier_fingerprints(config: ModelConfig, params: Any) -> list[str]:
+    """Those that earlier versions wrote for the same model: until `attention_conv` came, None of `value_skip` stood for
+    the False of memories whose weights are made of logits."""
+    if config.memory.value_skip is not False:
+        return []
+    memory = dataclasses.replace(config.memory, value_skip=None)
+    return [fingerprint(dataclasses.replace(config, memory=memory), params)]

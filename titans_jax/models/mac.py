@@ -141,7 +141,9 @@ class MAC(Block):
                 state.index == 0, lambda: self._segments(x, state), lambda: self._token_by_token(x, state)
             )
         written = self._written(self.norm(x), y)
-        reads = reads._replace(reads=self.memory.kept(self.attention.by_head(reads.reads)))
+        found = self.attention.by_head(reads.reads)
+        # What the segments' own rematerialisation names is not known by name behind it.
+        reads = reads._replace(reads=self.memory.kept(found) if self.remat else found)
         x = x + self.merge(y, self.memory.read_out(written, reads))
         return x + self.feed_forward(self.feed_forward_norm(x)), state, report
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from titans_jax.config import ConfigError, leaves
-from titans_jax.config.schema import from_saved
+from titans_jax.config.saved import from_saved
 from titans_jax.plots import figure, save_csv
 from titans_jax.training.metrics import read_metrics
 
