@@ -98,8 +98,9 @@ class MemoryConfig:
     value_skip: bool | None = None
     """Add a token's own values, times a learned factor per head that starts at 1/2, to the memory's read, so that a
     model sees the last few tokens whatever the memory holds (Mamba-2's D; the papers' memories have none). Mamba-3's
-    memories have a skip of their own, which starts at 1. None: True for a memory with a norm on its output, and for a
-    linear one with a learned start, except where a token has several values."""
+    memories have a skip of their own, which starts at 1. None: True where values are normalised (`normalize_values`),
+    for weights made of logits (Memora) and for a linear memory with a learned start, except where a token has several
+    values."""
     tie_keys: bool | None = None
     """Use the query of the token before as a token's key, so that training cannot move the two apart and a read returns
     what followed tokens like the query's. False: keys have their own projection, as in the papers. None: True with

@@ -130,7 +130,8 @@ def skips_values(config: MemoryConfig) -> bool:
         )
     if config.value_skip is not None:
         return config.value_skip
-    return several == 1 and (rule.architecture.normalized or _linear_from_learned(rule))
+    added = sizes_values(config) or rule.retention.positive or _linear_from_learned(rule)
+    return several == 1 and added
 
 
 def projects_skip(config: MemoryConfig) -> bool:

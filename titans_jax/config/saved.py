@@ -41,12 +41,11 @@ def from_saved(values: dict[str, Any]) -> Config:
 
 
 def _weights_of_logits(config: MemoryConfig) -> bool:
-    """Whether fast weights behind a norm are positive, as Memora's are; False for parts that are not registered."""
+    """Whether fast weights are positive, as Memora's are; False for parts that are not registered."""
     try:
-        rule = memory_rule(config)
+        return memory_rule(config).retention.positive
     except ConfigError:  # said by name where the configuration is used
         return False
-    return rule.architecture.normalized and rule.retention.positive
 
 
 def _holds(values: dict[str, Any], path: list[str], field: str) -> bool:
