@@ -55,7 +55,13 @@ def test_a_memora_that_was_saved_when_it_had_no_skip_has_none():
     assert from_saved(saved).model.memory.value_skip is None
     del saved["model"]["attention_conv"]
     assert from_saved(saved).model.memory == MemoryConfig(preset="memora", value_skip=False)
-    for fields in ({"preset": "yaad"}, {"preset": "somebody's own"}, {"preset": "memora", "value_skip": True}):
+    memora = {"preset": "memora"}
+    for fields in (
+        {"preset": "yaad"},
+        {"preset": "somebody's own"},
+        memora | {"value_skip": True},
+        memora | {"normalize_values": True},
+    ):
         memory = MemoryConfig(**fields)
         saved["model"]["memory"] = to_dict(Config(model=ModelConfig(memory=memory)))["model"]["memory"]
         assert from_saved(saved).model.memory == memory

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titans_jax.config.memory_config import MemoryConfig
-from titans_jax.config.rules import memory_rule
+from titans_jax.config.rules import memory_rule, sizes_values
 from titans_jax.config.schema import Config, ConfigError, from_dict, replaced
 
 BEFORE: Mapping[str, Any] = {
@@ -33,17 +33,18 @@ def from_saved(values: dict[str, Any]) -> Config:
         *path, field = name.split(".")
         if not _holds(values, path, field):
             config = replaced(config, path, field, value)
-    # Until `attention_conv` came, memories whose weights are made of logits had no skip, and so keys of their own.
+    # Until `attention_conv` came, memories whose weights are made of logits had no skip for values as projected.
     memory = config.model.memory
-    if not _holds(values, ["model"], "attention_conv") and memory.value_skip is None and _weights_of_logits(memory):
+    if not _holds(values, ["model"], "attention_conv") and memory.value_skip is None and _had_no_skip(memory):
         config = replaced(config, ["model", "memory"], "value_skip", False)
     return config
 
 
-def _weights_of_logits(config: MemoryConfig) -> bool:
-    """Whether fast weights are positive, as Memora's are; False for parts that are not registered."""
+def _had_no_skip(config: MemoryConfig) -> bool:
+    """Whether fast weights are positive, as Memora's are, and values as projected; False for parts that are not
+    registered."""
     try:
-        return memory_rule(config).retention.positive
+        return memory_rule(config).retention.positive and not sizes_values(config)
     except ConfigError:  # said by name where the configuration is used
         return False
 

@@ -7,7 +7,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.head_channels import channels_of_heads, fill_no_register, side_by_side
+from titans_jax.layers.head_channels import channels_of_heads, fill_no_register, side_by_side, sums_by_product
 from titans_jax.layers.implementations import Implementation, dispatch
 from titans_jax.layers.projections import param_dtype, wide_dtype
 from titans_jax.sharding import logical
@@ -60,13 +60,12 @@ def normalize_rows(
 def normalize_side_by_side(
     x: jax.Array, dtype: DTypeLike, count: int, epsilon: float, scale: jax.Array | None = None
 ) -> jax.Array:
-    """`normalize` of x [..., heads, width] with the heads side by side, their sums by products with 0/1 matrices.
-
-    A TPU would move heads that fill no register into another layout and back.
-    """
-    flat, in_head = side_by_side(x), channels_of_heads(*x.shape[-2:], dtype)
-    sums = jnp.matmul(jnp.square(flat.astype(dtype)), in_head, precision="high")
-    inverse_norm = jnp.matmul(jax.lax.rsqrt(sums / count + epsilon), in_head.T, precision="high")
+    """`normalize` of x [..., heads, width] with the heads side by side (see `layers/head_channels.py`)."""
+    heads, width = x.shape[-2:]
+    flat = side_by_side(x)
+    sums = sums_by_product(jnp.square(flat.astype(dtype)), heads)
+    spread = channels_of_heads(heads, width, dtype).T
+    inverse_norm = jnp.matmul(jax.lax.rsqrt(sums / count + epsilon), spread, precision="high")
     return _scaled(flat, None if scale is None else side_by_side(scale), inverse_norm).reshape(x.shape)
 
 

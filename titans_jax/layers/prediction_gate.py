@@ -72,7 +72,7 @@ class PredictionGate(nnx.Module):
           first: the tail of a document's start, without the batch axis; with documents.
         """
         dtype, heads = tail.read.dtype, reads.shape[-2]
-        # Heads side by side: see `norms.normalize_side_by_side`.
+        # Heads side by side: see `layers/head_channels.py`.
         reads, values = side_by_side(reads.astype(dtype)), side_by_side(values.astype(dtype))
         before = None if first is None else side_by_side(first.read)
         predictions, read = of_token_before(reads, side_by_side(tail.read), documents, before)
