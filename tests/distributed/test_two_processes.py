@@ -122,6 +122,7 @@ def test_two_processes_evaluate_as_one(pair, single, tmp_path):
     assert {"positions.csv", "piqa.png"} <= {file.name for file in (tmp_path / "two").iterdir()}
 
 
+@pytest.mark.exhaustive  # test_conveniences.py sees one process begin
 def test_two_processes_begin_with_the_weights_of_a_run_as_one_does(pair, single, titans, tmp_path):
     """From its folder, and with its validation loss before the first step's learning rate has done much."""
     begins = ["--training.init_from", str(pair[0]), "--optimizer.learning_rate", "1e-6"]
@@ -136,6 +137,7 @@ def test_two_processes_begin_with_the_weights_of_a_run_as_one_does(pair, single,
     assert np.mean(two) < np.mean(losses(single))
 
 
+@pytest.mark.exhaustive  # test_prepare.py sees the rows, and others two processes
 def test_two_processes_train_on_prepared_rows_as_one_does(titans, tmp_path):
     rows = tmp_path / "rows"
     prepare(tiny_config(SMALL).data, str(rows), workers=1, shard_bytes=5000)

@@ -86,6 +86,7 @@ def every_end():
     return x, in_pieces(layer, x, [SEGMENT * MOST], start(layer, SEGMENT * MOST + 1))[1].kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [[SEGMENT] * MOST, [1, 1, 24, 14]], ids=["segments", "several"])
 def test_slots_hold_the_ends_of_the_binary_expansion(pieces):
     """The memory at end e = 2^j (2 i + 1) is in slot j, with the mean of the 2^j segments before e. What it was at

@@ -213,7 +213,7 @@ def test_a_later_token_changes_no_earlier_read(form):
     "name, form, rematerialised",
     [
         ("gated_deltanet", "chunked", False),
-        ("gated_deltanet", "fused", False),
+        exhaustive("gated_deltanet", "fused", False),
         exhaustive("gated_deltanet", "recurrent", True),
         exhaustive("mamba2", "associative", True),
         exhaustive("gla", "chunked", True),

@@ -31,6 +31,7 @@ for path, leaf in jax.tree.leaves_with_path(params):
 """
 
 
+@pytest.mark.exhaustive  # the next test sees the parameters
 def test_models_pass_their_tests(pytestconfig, monkeypatch):
     monkeypatch.chdir(pytestconfig.rootpath)
     assert "passed" in child.run(SUBSET, **COMING)

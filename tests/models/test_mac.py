@@ -102,6 +102,7 @@ def test_long_term_tokens_are_differentiable():
         assert_slope_is_the_difference(program, params, np.random.default_rng(0))
 
 
+@pytest.mark.exhaustive  # test_attention_as_a_kernel_changes_nothing sees the kernel
 @pytest.mark.slow
 def test_long_term_tokens_by_the_attention_s_kernel(monkeypatch):
     """In interpret mode, values and gradients: x is the only context, and h stands behind P."""

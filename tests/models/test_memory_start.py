@@ -23,7 +23,7 @@ def gradients_of(config):
     return np.asarray(logits), {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
 
 
-@pytest.mark.slow_but_for("lmm")
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["lmm", "mac", "hope"])
 def test_a_fixed_start_is_the_learned_one_without_a_gradient(block):
     """The same parameters and logits; no gradient of the start, those of all others as they were."""

@@ -72,6 +72,7 @@ def test_without_a_share_it_is_the_window():
         np.testing.assert_allclose(small.forward(nnx.merge(graphdef, every), tokens), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_only_what_is_named_is_trained(name):
     """The rest stays bit for bit, decay included, has no moments, and does not count in the gradients' norm."""

@@ -66,6 +66,7 @@ def test_eight_devices_equal_one(pattern, time):
     child.run(f"PATTERN, TIME = {pattern}, {time}{PROGRAM}", os.path.dirname(__file__))
 
 
+@pytest.mark.exhaustive  # test_eight_devices_equal_one sees other blocks
 def test_hope_on_eight_devices_equals_one():
     """Where its rows were not held to their devices, XLA took some of them for one another."""
     child.run(HOPE, os.path.dirname(__file__))

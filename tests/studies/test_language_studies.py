@@ -46,6 +46,7 @@ def test_what_the_variants_are():
     assert others[0].model.memory.forget == "never" and rules["yaad"][-1].architecture.linear
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["depth", "pq", "yaad"])
 def test_variants_have_as_many_parameters(name):
     cells = run.checked_cells(STUDIES[name](), VariantOptions(**SMALL | {"dim": 16}))

@@ -108,7 +108,7 @@ def test_a_second_training_in_the_folder_is_refused(uninterrupted):
     assert sorted(uninterrupted.rglob("*")) == files
 
 
-@pytest.mark.slow_but_for("6")
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [4, 6, 9])
 def test_stop_and_go_on(uninterrupted, tmp_path, monkeypatch, stop_at):
     """4 is a checkpoint's step, 6 an evaluation's (which is then cut short), 9 neither."""
