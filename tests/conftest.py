@@ -7,13 +7,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compilation is most of what these tests cost. Unoptimised code halves it, and without the fusions that XLA compiles by
-# MLIR it is a third of that (the quickstart's train step, CPU-seconds: 43, 23 and 6). A program that LLVM gets in one
-# part, not in 32 for as many threads, takes an eighth less.
-QUICKLY_COMPILED = ["--xla_backend_optimization_level=0"]
-if version("jaxlib").startswith(("0.10.", "0.11.")):  # XLA ends at a flag that it does not know, as later ones may not
-    QUICKLY_COMPILED += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICKLY_COMPILED]).strip()
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    # Compilation is most of what these tests cost. Unoptimised code halves it, and without the fusions that XLA compiles
+    # by MLIR it is a third of that (the quickstart's train step, CPU-seconds: 43, 23 and 6). A program that LLVM gets in
+    # one part, not in 32 for as many threads, takes an eighth less.
+    quickly = ["--xla_backend_optimization_level=0"]
+    if version("jaxlib").startswith(("0.10.", "0.11.")):  # XLA ends at a flag that it does not know, as later ones may
+        quickly += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quickly]).strip()
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -29,6 +29,7 @@ class Backend:
 
     name: "cpu", "gpu", "tpu" (XLA's programs) or "pallas" (inside a TPU kernel).
     pallas: whether Pallas TPU kernels compile for it.
+    cudnn: whether it has cuDNN's attention.
     decay_tile: tokens of a tile in which products of gates are computed; None: a whole block at once.
     delta_rule, gated_delta_rule: block sizes of a linear memory with scalar gates, and with channel-wise gates.
     read_tile: tokens of a tile in which a read that takes many products is done; None: a whole chunk at once.
@@ -48,6 +49,7 @@ class Backend:
     inverse: Callable[[jax.Array, jax.typing.DTypeLike], jax.Array]
     channel_decay: Callable[..., channel_decay.ChannelDecay | channel_decay_pallas.ChannelDecay]
     pallas: bool = False
+    cudnn: bool = False
     decay_tile: int | None = None
     delta_rule: BlockSize = BlockSize(64, 8)
     gated_delta_rule: BlockSize = BlockSize(64, 8)
@@ -66,11 +68,12 @@ TPU = Backend(
     channel_decay=channel_decay.ChannelDecay,
 )
 # Small tiles take fewer exponentials; on a TPU they would not fill the lanes.
-GPU = dataclasses.replace(TPU, name="gpu", pallas=False, decay_tile=16)
+GPU = dataclasses.replace(TPU, name="gpu", pallas=False, cudnn=True, decay_tile=16)
 # A core's cache holds shorter blocks only. Channel-wise decay takes work at every halving of a block: shorter still.
 CPU = dataclasses.replace(
     GPU,
     name="cpu",
+    cudnn=False,
     delta_rule=BlockSize(32, 4),
     gated_delta_rule=BlockSize(16, 8),
     read_tile=16,

@@ -1,7 +1,7 @@
 """Causal attention: the layer, the two operations behind it, and their implementations.
 
 `api` says what the operations compute and which implementation runs: `xla` (plain JAX, everywhere), `splash` (JAX's TPU
-kernel) or `segment_pallas` (our own, for a segment of MAC).
+kernel), `segment_pallas` (our own, for a segment of MAC on TPU) or `cudnn` (NVIDIA's, on GPUs).
 """
 
 from titans_jax.layers.attention.api import causal_attention, segment_attention

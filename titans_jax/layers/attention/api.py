@@ -6,7 +6,7 @@ Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
 import jax
 import jax.numpy as jnp
 
-from titans_jax.layers.attention import segment_pallas, xla
+from titans_jax.layers.attention import cudnn, segment_pallas, xla
 from titans_jax.layers.attention.xla import KeyValues
 from titans_jax.layers.implementations import Implementation, dispatch
 from titans_jax.ops.backend import current_backend
@@ -92,11 +92,13 @@ def _splash_supports_segment(
 
 CAUSAL = (
     Implementation("splash", _causal_splash, _splash_supports_causal),
+    Implementation("cudnn", cudnn.flash_attention, cudnn.supports_causal),
     Implementation("xla", xla.blocked_attention),
 )
 
 SEGMENT = (
     Implementation("segment_pallas", segment_pallas.fused_segment_attention, segment_pallas.supports),
     Implementation("splash", _segment_splash, _splash_supports_segment),
+    Implementation("cudnn", cudnn.flash_segment_attention, cudnn.supports_segment),
     Implementation("xla", xla.segment_attention),
 )
