@@ -8,11 +8,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Compilation is most of what these tests cost. Unoptimised code halves it, and without the fusions that XLA compiles
-    # by MLIR it is a third of that (the quickstart's train step, CPU-seconds: 43, 23 and 6). A program that LLVM gets in
-    # one part, not in 32 for as many threads, takes an eighth less.
+    # Compilation is most of what these tests cost. Unoptimised code halves it, and without the fusions that XLA
+    # compiles by MLIR it is a third of that (the quickstart's train step, CPU-seconds: 43, 23 and 6). A program that
+    # LLVM gets in one part, not in 32 for as many threads, takes an eighth less.
     quickly = ["--xla_backend_optimization_level=0"]
-    if version("jaxlib").startswith(("0.10.", "0.11.")):  # XLA ends at a flag that it does not know, as later ones may
+    if version("jaxlib").startswith(("0.10.", "0.11.")):  # later ones may not know them, and XLA ends at such a flag
         quickly += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quickly]).strip()
 

@@ -1,13 +1,14 @@
-"""What XLA is told: the flag that keeps some versions of it from ending the process."""
+"""What XLA is told: not to end the process, and not to compile for minutes."""
 
 import os
 import textwrap
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
 from tests.child import run
 from titans_jax import xla_flags
-from titans_jax.xla_flags import FUSIONS, avoid_faulty_reductions
+from titans_jax.xla_flags import FUSIONS, TRITON, avoid_faulty_reductions, avoid_tuning_products
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,29 @@ def test_only_faulty_versions_are_told_and_a_choice_stays(monkeypatch, version, 
         monkeypatch.setenv("XLA_FLAGS", before)
     avoid_faulty_reductions()
     assert os.environ.get("XLA_FLAGS") == after
+
+
+@pytest.mark.parametrize(
+    "installed, before, after",
+    [
+        ({"jaxlib": "0.11.2", "jax-cuda13-plugin": "0.11.2"}, "--a=1", f"--a=1 {TRITON}=false"),
+        ({"jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.2"}, "", f"{TRITON}=false"),
+        ({"jaxlib": "0.11.2", "jax-cuda13-plugin": "0.11.2"}, f"{TRITON}=true", f"{TRITON}=true"),
+        ({"jaxlib": "0.11.2"}, "", ""),
+        ({"jaxlib": "0.12.0", "jax-cuda13-plugin": "0.12.0"}, "", ""),
+        ({}, "", ""),
+    ],
+)
+def test_products_are_not_tuned_where_there_is_a_cuda_plugin(monkeypatch, installed, before, after):
+    def version(package):
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(xla_flags, "version", version)
+    monkeypatch.setenv("XLA_FLAGS", before)
+    avoid_tuning_products()
+    assert os.environ["XLA_FLAGS"] == after
 
 
 @pytest.mark.processes

@@ -3,7 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from titans_jax.xla_flags import avoid_faulty_reductions
+from titans_jax.xla_flags import avoid_faulty_reductions, avoid_tuning_products
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +16,7 @@ except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "unknown"
 
 avoid_faulty_reductions()
+avoid_tuning_products()
 
 
 def load(folder: "str | Path") -> "Run":

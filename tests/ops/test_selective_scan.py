@@ -155,6 +155,7 @@ def test_computes_wide_and_answers_in_its_own_type():
     np.testing.assert_array_equal(after, last)
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="XLA for GPUs keeps transposed copies of the inputs")
 @WAYS
 def test_the_gradient_does_not_keep_the_states_of_all_tokens(parallel):
     """What the compiled gradient needs beside its inputs and outputs, against the states of all tokens; and what a row

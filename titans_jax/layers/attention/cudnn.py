@@ -84,9 +84,7 @@ def flash_segment_attention(
         return jax.nn.dot_product_attention(queries, *past, mask=visible, implementation=implementation)
 
     rows = PartitionSpec(BATCH, None, HEADS)
-    return on_devices(attend, (rows, rows, PartitionSpec()), rows)(
-        queries, concatenate_time(*context, prefix), visible
-    )
+    return on_devices(attend, (rows, rows, PartitionSpec()), rows)(queries, concatenate_time(*context, prefix), visible)
 
 
 def _attend_causal(
