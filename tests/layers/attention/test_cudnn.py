@@ -3,6 +3,7 @@ an NVIDIA GPU, cuDNN itself."""
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,18 @@ def test_what_cudnn_takes(monkeypatch):
     for other in (CPU, backend.TPU, dataclasses.replace(GPU, cudnn=False)):
         monkeypatch.setattr(cudnn, "current_backend", lambda other=other: other)
         assert not supported()
+
+
+@pytest.mark.parametrize(
+    "capability, has", [("9.0", True), ("8.9", True), ("10.3", True), ("7.5", False), ("gfx942", False)]
+)
+def test_only_newer_gpus_of_nvidia_have_the_kernels(monkeypatch, capability, has):
+    monkeypatch.setattr(cudnn, "current_backend", lambda: GPU)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    rows = jax.ShapeDtypeStruct((BATCH, 8, HEADS, HEAD_DIM), jnp.bfloat16)
+    prefix = jax.ShapeDtypeStruct((0, HEADS, HEAD_DIM), jnp.bfloat16)
+    assert cudnn.supports_causal(rows, KeyValues(rows, rows), KeyValues(prefix, prefix)) == has
 
 
 def test_a_segment_that_cudnn_takes(monkeypatch):

@@ -16,7 +16,9 @@ from titans_jax.ops.backend import current_backend
 from titans_jax.sharding import BATCH, HEADS, on_devices
 
 LARGEST_HEAD = 128
-"""The widest head of cuDNN's kernels on all GPUs that they run on (compute capability 8.0 and up)."""
+"""The widest head of cuDNN's kernels on all GPUs that they run on."""
+OLDEST = 8
+"""Compute capability from which on cuDNN has them: A100, L4, H100, but no T4."""
 
 
 def supports_causal(
@@ -45,7 +47,16 @@ def _supports(queries: jax.Array, keys: int) -> bool:
     """Its kernels take 16-bit rows of whole 16 bytes; with a mask, even numbers of queries and keys."""
     sixteen_bits = queries.dtype in (jnp.bfloat16, jnp.float16)
     head_dim = queries.shape[-1]
-    return current_backend().cudnn and sixteen_bits and head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and keys % 2 == 0
+    fits = sixteen_bits and head_dim % 8 == 0 and head_dim <= LARGEST_HEAD and keys % 2 == 0
+    return current_backend().cudnn and fits and _new_enough()
+
+
+def _new_enough() -> bool:
+    """Whether the GPUs here have the kernels; True where there are none, and the program's are only described."""
+    if jax.default_backend() != "gpu":
+        return True
+    generation = jax.local_devices()[0].compute_capability.partition(".")[0]
+    return generation.isdecimal() and int(generation) >= OLDEST  # AMD's are called gfx942, say
 
 
 def flash_attention(
