@@ -184,6 +184,13 @@ def test_settings_of_the_paper(size, depth, dim, num_heads, learning_rate, token
     assert config.training.steps * batch == pytest.approx(tokens, rel=1e-4)
 
 
+def test_tokens_enter_the_papers_models_scaled():
+    """By sqrt(width): without it deep LMMs have bursts of large gradients at the papers' learning rates."""
+    for name, config in CONFIGS.items():
+        if config.model.dim >= 768:
+            assert config.model.embedding_scale == config.model.dim**0.5, name
+
+
 @pytest.mark.parametrize(
     "hybrid, preset",
     [

@@ -51,7 +51,7 @@ class Model:
     def logits(self, tokens):
         """[time] -> [time, vocab]."""
         config, params = self.config, self.params
-        x = params["embedding", "embedding"][tokens]
+        x = config.embedding_scale * params["embedding", "embedding"][tokens]
         for layer in range(config.depth):
             cycle, number = divmod(layer, len(config.pattern))
             prefix = ("cycles", "blocks", number)

@@ -7,7 +7,7 @@ import small_models as small
 from model_oracle import Model
 
 CASES = [small.config(kind) for kind in small.KINDS] + [
-    small.config("lmm", "window", depth=4, tie_embeddings=True),
+    small.config("lmm", "window", depth=4, tie_embeddings=True, embedding_scale=3.5),
     small.config(
         "mag",
         num_persistent=0,

@@ -146,8 +146,9 @@ def experiment(
     Memories of two matrices, expansion 4, chunk 16; segment 512, window 2048; AdamW with weight decay 0.1, clipped at
     1.0, cosine after a warm-up of a billion tokens; a SentencePiece vocabulary of 32,000 (the paper: Llama 2's), given
     by --data.tokenizer. Not in the papers: the width of SwiGLU, here chosen so that all models of a size have as many
-    parameters (`hidden_dim`); shared embeddings, which all sizes but 170m need; the final learning rate (a tenth of the
-    peak); how often to evaluate and save. Parameters are sharded over all devices.
+    parameters (`hidden_dim`); shared embeddings, which all sizes but 170m need; tokens scaled by sqrt(dim), without
+    which LMM has bursts of large gradients at these learning rates (memory/what_was_tried.md); the final learning rate
+    (a tenth of the peak); how often to evaluate and save. Parameters are sharded over all devices.
 
     start: parameters of the memory's learned start divided by head_dim^2. rows: further parameters, in rows of width
     dim, for persistent tokens or channel-wise gates, and for what the output's gate sees of predictions.
@@ -163,6 +164,7 @@ def experiment(
             vocab_size=VOCABULARY,
             hidden_dim=hidden_dim(row, pattern, start * row.dim // row.num_heads + rows),
             tie_embeddings=row.shares_embeddings,
+            embedding_scale=math.sqrt(row.dim),
             segment=512,
             window=2048,
             num_persistent=num_persistent,

@@ -72,6 +72,10 @@ class ModelConfig:
     """Added to the mean square inside RMSNorm."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head too."""
+    embedding_scale: float = 1.0
+    """What a token's row of the embedding is multiplied by where it enters the residual stream. Rows start with a
+    deviation of 0.02, small beside what the first blocks add, so that deep models at high learning rates have bursts of
+    large gradients; sqrt(dim), as in the papers' configurations here, prevents them."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of activations and matmul operands. Parameters and memory state are float32 (float64 with float64
     activations)."""

@@ -106,8 +106,8 @@ _AT_LEAST_ZERO = (
     "training.z_loss"
 ).split()
 _ABOVE_ZERO = (
-    "model.rope_theta model.norm_eps model.memory.max_step_size optimizer.learning_rate optimizer.clip_norm "
-    "optimizer.epsilon"
+    "model.embedding_scale model.rope_theta model.norm_eps model.memory.max_step_size optimizer.learning_rate "
+    "optimizer.clip_norm optimizer.epsilon"
 ).split()
 
 

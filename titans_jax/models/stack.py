@@ -137,12 +137,14 @@ class TokenStack(BlockStack):
         super().__init__(config, rngs=rngs)
 
     def _embed(self, tokens: jax.Array) -> jax.Array:
-        if not sharding.inside_a_copy():
-            return sharding.constrain(self.embedding(tokens), sharding.BATCH, None, None)
-        # XLA's partitioner (jax 0.10.2) fails there where fsdp would turn from the table's width to the tokens' rows.
-        table = sharding.constrain(self.embedding.embedding[...], "tensor", None)
-        x = jnp.take(table.astype(self.embedding.dtype), tokens, axis=0)
-        return sharding.constrain(x, sharding.BATCH, None, None)
+        if sharding.inside_a_copy():
+            # XLA's partitioner (jax 0.10.2) fails there where fsdp would turn from the table's width to the tokens'
+            # rows.
+            table = sharding.constrain(self.embedding.embedding[...], "tensor", None)
+            x = jnp.take(table.astype(self.embedding.dtype), tokens, axis=0)
+        else:
+            x = self.embedding(tokens)
+        return sharding.constrain(x * jnp.asarray(self.config.embedding_scale, x.dtype), sharding.BATCH, None, None)
 
 
 HEADS: Registry[type[BlockStack]] = Registry("head")
