@@ -36,6 +36,7 @@ from titans_jax.models import granularity
 FORMAT = "1"
 LATER = {
     "attention_conv": False,
+    "embedding_scale": 1.0,
     "mac_long_term": None,
     "merge": "product",
     "memory.mimo_rank": 4,
