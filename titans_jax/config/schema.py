@@ -75,7 +75,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     """What a token's row of the embedding is multiplied by where it enters the residual stream. Rows start with a
     deviation of 0.02, small beside what the first blocks add, so that deep models at high learning rates have bursts of
-    large gradients; sqrt(dim), as in the papers' configurations here, prevents them."""
+    large gradients; with sqrt(dim), as in the papers' configurations here, these are rare and smaller."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of activations and matmul operands. Parameters and memory state are float32 (float64 with float64
     activations)."""
