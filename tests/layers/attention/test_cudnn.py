@@ -20,23 +20,14 @@ BATCH, HEADS, HEAD_DIM = 2, 2, 16
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 
 
-def value_and_gradients(form, operands, **options):
-    def attention(queries, keys, values, *prefix):
-        return form(queries, KeyValues(keys, values), KeyValues(*prefix), **options)
-
-    output, backward = jax.vjp(jax.jit(attention), *operands)
-    return output, *backward(test_splash.rows(9, *output.shape).astype(output.dtype))
-
-
-def operands(time, num_prefix, head_dim=HEAD_DIM, dtype=jnp.float32):
-    rows = [test_splash.rows(i, BATCH, time, HEADS, head_dim) for i in range(3)]
-    rows += [1.5 * test_splash.rows(i, num_prefix, HEADS, head_dim) for i in (3, 4)]
-    return [x.astype(jnp.bfloat16).astype(dtype) for x in rows]
-
-
 def documents(time):
     """Two documents in the first row, one in the second."""
     return jnp.stack([(jnp.arange(time) >= time // 3).astype(jnp.int32), jnp.zeros(time, jnp.int32)])
+
+
+def exact(*shape):
+    """Operands that bfloat16 holds exactly."""
+    return [x.astype(jnp.bfloat16).astype(jnp.float32) for x in test_splash.operands(*shape)]
 
 
 def assert_close(actual, expected, tolerance):
@@ -49,9 +40,13 @@ def assert_close(actual, expected, tolerance):
 @pytest.mark.parametrize("window", [None, 5, 64])
 @pytest.mark.parametrize("num_prefix", [0, 4])
 def test_equals_plain_attention(num_prefix, window, separate):
-    given, options = operands(24, num_prefix), {"window": window, "documents": documents(24) if separate else None}
-    actual = value_and_gradients(functools.partial(cudnn.flash_attention, implementation="xla"), given, **options)
-    assert_close(actual, value_and_gradients(blocked_attention, given, **options), 1e-5)
+    given = exact(24, HEAD_DIM, num_prefix)
+    options = {"window": window, "documents": documents(24) if separate else None}
+    form = functools.partial(cudnn.flash_attention, implementation="xla")
+    actual, expected = (
+        test_splash.value_and_gradients(one, jnp.float32, given, **options) for one in (form, blocked_attention)
+    )
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("num_prefix", [0, 4])
@@ -67,20 +62,20 @@ def test_equals_plain_segment_attention(num_prefix):
 @on_gpu
 def test_cudnn_equals_plain_attention(num_prefix, head_dim, window):
     """To the roundings of bfloat16, as for splash (`test_splash`)."""
-    options = {"window": window, "documents": documents(256)}
-    actual = value_and_gradients(api.causal_attention, operands(256, num_prefix, head_dim, jnp.bfloat16), **options)
+    given, options = exact(256, head_dim, num_prefix), {"window": window, "documents": documents(256)}
+    actual = test_splash.value_and_gradients(api.causal_attention, jnp.bfloat16, given, **options)
     with jax.default_matmul_precision("highest"):
-        expected = value_and_gradients(blocked_attention, operands(256, num_prefix, head_dim), **options)
+        expected = test_splash.value_and_gradients(blocked_attention, jnp.float32, given, **options)
     assert_close(actual, expected, 6e-3)
 
 
 @on_gpu
 def test_cudnn_equals_plain_segment_attention():
-    exact = test_segment_attention.operands(128, 2, 48, 16)
-    rounded = [x.astype(jnp.bfloat16) for x in exact]
+    given = test_segment_attention.operands(128, 2, 48, 16)
+    rounded = [x.astype(jnp.bfloat16) for x in given]
     actual = test_segment_attention.value_and_gradients(api.segment_attention, rounded)
     with jax.default_matmul_precision("highest"):
-        expected = test_segment_attention.value_and_gradients(segment_attention, exact)
+        expected = test_segment_attention.value_and_gradients(segment_attention, given)
     assert_close(actual, expected, 6e-3)
 
 

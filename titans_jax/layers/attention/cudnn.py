@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from titans_jax.layers.attention.xla import KeyValues, concatenate_time, segment_mask
+from titans_jax.layers.attention.xla import KeyValues, concatenate_time, per_device, segment_mask
 from titans_jax.ops.backend import current_backend
-from titans_jax.sharding import BATCH, HEADS, on_devices
+from titans_jax.sharding import BATCH, HEADS
 
 LARGEST_HEAD = 128
 """The widest head of cuDNN's kernels on all GPUs that they run on."""
@@ -75,9 +75,7 @@ def flash_attention(
       implementation: of `jax.nn.dot_product_attention`; "xla" runs everywhere.
     """
     attend = functools.partial(_attend_causal, window=window, implementation=implementation)
-    rows = PartitionSpec(BATCH, None, HEADS)
-    specs = rows, rows, PartitionSpec(None, HEADS), PartitionSpec(BATCH)
-    return on_devices(attend, specs, rows)(queries, past, prefix, documents)
+    return per_device(attend, PartitionSpec(None, HEADS), PartitionSpec(BATCH))(queries, past, prefix, documents)
 
 
 def flash_segment_attention(
@@ -94,8 +92,7 @@ def flash_segment_attention(
     def attend(queries: jax.Array, past: KeyValues, visible: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(queries, *past, mask=visible, implementation=implementation)
 
-    rows = PartitionSpec(BATCH, None, HEADS)
-    return on_devices(attend, (rows, rows, PartitionSpec()), rows)(queries, concatenate_time(*context, prefix), visible)
+    return per_device(attend, PartitionSpec())(queries, concatenate_time(*context, prefix), visible)
 
 
 def _attend_causal(

@@ -6,7 +6,6 @@ log-sum-exps, which gives the softmax over both.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +15,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds, SplashAttentionKernel
 from jax.sharding import PartitionSpec
 
-from titans_jax.layers.attention.xla import KeyValues, concatenate_time, segment_mask
+from titans_jax.layers.attention.xla import KeyValues, concatenate_time, per_device, segment_mask
 from titans_jax.ops.pallas_tpu import interpreted
 from titans_jax.ops.platform import KERNELS, LANES
-from titans_jax.sharding import BATCH, HEADS, on_devices
+from titans_jax.sharding import BATCH, HEADS
 
 PADDING = -1
 """Document id of rows that do not exist."""
@@ -68,7 +67,7 @@ def splash_attention(
         key_ids = jnp.where(exists, 0, PADDING).astype(jnp.int32)
         ids = SegmentIds(jnp.zeros((batch, time), jnp.int32), jnp.broadcast_to(key_ids, (batch, total)))
     attend = functools.partial(_attend, window=window)
-    return _per_device(attend, PartitionSpec(None, HEADS), PartitionSpec(BATCH))(queries, past, prefix, ids)
+    return per_device(attend, PartitionSpec(None, HEADS), PartitionSpec(BATCH))(queries, past, prefix, ids)
 
 
 def splash_segment_attention(
@@ -76,18 +75,7 @@ def splash_segment_attention(
 ) -> jax.Array:
     """`api.segment_attention` as a TPU kernel, for a place in the segment that is known while the program is traced."""
     visible = segment_mask(queries, context, prefix, index)
-    return _per_device(functools.partial(_attend_masked, visible=visible))(queries, concatenate_time(*context, prefix))
-
-
-def _per_device(attend: Callable[..., jax.Array], *specs: PartitionSpec) -> Callable[..., jax.Array]:
-    """`attend` on every device for its own rows and heads.
-
-    Args:
-      attend: a function of queries, past and further arguments.
-      specs: how those further arguments are spread.
-    """
-    rows = PartitionSpec(BATCH, None, HEADS)
-    return on_devices(attend, (rows, rows, *specs), rows)
+    return per_device(functools.partial(_attend_masked, visible=visible))(queries, concatenate_time(*context, prefix))
 
 
 def _attend(

@@ -1,15 +1,20 @@
 """Attention in plain JAX: its definition, the blocked form over a sequence, and the attention of a MAC segment.
 
+Kernels share what is at the end: masks, and how arguments are spread over devices.
+
 Shapes: b batch, t time, h heads, d head_dim, n prefix rows.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from titans_jax.layers.projections import wide_dtype
+from titans_jax.sharding import BATCH, HEADS, on_devices
 
 BLOCK = 256
 """Queries taken at once."""
@@ -120,3 +125,14 @@ def segment_mask(
 def concatenate_time(*parts: KeyValues) -> KeyValues:
     """Keys and values [b, ., h, d] one after another in time."""
     return jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=1), *parts)
+
+
+def per_device(attend: Callable[..., jax.Array], *specs: PartitionSpec) -> Callable[..., jax.Array]:
+    """`attend` on every device for its own rows and heads.
+
+    Args:
+      attend: a function of queries, past and further arguments.
+      specs: how those further arguments are spread.
+    """
+    rows = PartitionSpec(BATCH, None, HEADS)
+    return on_devices(attend, (rows, rows, *specs), rows)
