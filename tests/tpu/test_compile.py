@@ -1,6 +1,7 @@
 """Training steps compiled by the TPU compiler, for machines that are not there."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -172,6 +173,21 @@ def test_a_step_that_does_not_fit_is_refused(file, capsys):
     assert "one row at a time on a chip does not either: use a larger slice" in sentence
 
 
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
+def test_without_an_estimate_it_says_what_a_chip_holds(file, capsys):
+    """The same bytes and collectives, whether the schedules of kernels are asked for or not."""
+    reports = {}
+    for estimate in (True, False):
+        assert cli.main(["compile", file, "--batch", "1", "--json", "--estimate", str(estimate)]) == 0
+        reports[estimate] = json.loads(capsys.readouterr().out)
+    assert reports[False]["estimate"] is None and reports[True]["estimate"]["step_seconds"] > 0
+    assert all(reports[False][name] == reports[True][name] for name in ("hbm", "collectives", "flops"))
+    assert cli.main(["compile", file, "--batch", "1", "--estimate", "False"]) == 0
+    said = capsys.readouterr().out
+    assert "headroom" in said and "estimate" not in said
+
+
 @pytest.mark.parametrize(
     "remat, rows_that_fit, advice",
     [
@@ -186,7 +202,7 @@ def test_the_nearest_that_fits(monkeypatch, remat, rows_that_fit, advice):
     """As many rows at once as can be, by a compiler to which every row costs the same with remat full."""
     tried = []
 
-    def compiler(config, topology):
+    def compiler(config, topology, schedules):
         rows = 64 // config.training.gradient_accumulation
         tried.append(rows)
         if config.model.remat != "full" or rows > rows_that_fit:
@@ -209,6 +225,7 @@ def test_the_nearest_that_fits(monkeypatch, remat, rows_that_fit, advice):
         ("--topology v5e:2x2 --mesh.tensor 4", "model.num_heads is 2, which mesh.tensor 4 does not divide; use"),
         ("--mesh.topology None", "mesh.topology of big is None; name a slice, such as --topology v5e:2x4"),
         ("--slice 2", "there is no field slice"),
+        ("--topology v5e:2x2 --estimate False --compare x", "estimate is False, and compare and scaling are of"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_compiled(file, arguments, message, capsys):

@@ -28,6 +28,9 @@ class Options(Config):
     """Rows of a step; None is the configuration's data.batch_size."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    estimate: bool = True
+    """Estimate the step's time. False: only say what a chip holds and what is sent, in about half of the time, as the
+    compiler then need not write the schedules by which Pallas kernels are counted."""
     compare: str | None = None
     """Compare models instead: folder for a csv and a plot of their tokens/s relative to a Transformer++ of the same
     size, by row length, on one chip of the slice's generation."""
@@ -54,6 +57,8 @@ def main(name: str, options: Options) -> None:
     """
     if options.compare is not None and options.scaling is not None:
         raise ConfigError(f"scaling is {options.scaling}, and compare {options.compare}; use one of them at a time")
+    if not options.estimate and (options.compare or options.scaling):
+        raise ConfigError("estimate is False, and compare and scaling are of estimates; leave one of them out")
     config = Config(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Config)})
     asked = options.topology or config.mesh.topology
     if asked is None:
@@ -73,14 +78,15 @@ def main(name: str, options: Options) -> None:
     if options.batch is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=options.batch))
     try:
-        report = compile_step(config, topology)
+        report = compile_step(config, topology, options.estimate)
     except DoesNotFit as error:
-        fits = nearest_fit(config, topology, error.used)
+        fits = nearest_fit(config, topology, error.used, options.estimate)
         raise ConfigError(f"{error}; {advice(config, fits)}") from None
     if options.json:
-        print(json.dumps({"config": name} | report.to_dict()))
+        found = report.to_dict()
+        print(json.dumps({"config": name} | found | ({} if options.estimate else {"estimate": None})))
     else:
-        show(name, report, Console())
+        show(name, report, Console(), options.estimate)
 
 
 def advice(config: Config, fits: Config | None) -> str:
@@ -96,8 +102,8 @@ def advice(config: Config, fits: Config | None) -> str:
     return f"{' '.join(changed)} fits"
 
 
-def show(name: str, report: Report, console: Console) -> None:
-    """Print a report as tables."""
+def show(name: str, report: Report, console: Console, estimate: bool = True) -> None:
+    """Print a report as tables, with or without the estimate of the step's time."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.mesh.items() if size > 1) or "one device"
     console.print(f"{name} on {report.topology}; mesh {mesh}; compiled in {report.compile_seconds:,.0f} s")
     console.print(
@@ -118,6 +124,8 @@ def show(name: str, report: Report, console: Console) -> None:
             axes = " x ".join(collective.axes)
             table.add_row(collective.kind, axes, f"{collective.calls:,}", f"{collective.sent / 1e9:,.3f}")
         console.print(table)
+    if not estimate:
+        return
     table = Table("estimate, not measured", "value", "unit")
     table.add_row("step", f"{report.step_seconds:,.4g}", "s")
     table.add_row("model FLOPs", f"{report.flops / 1e12:,.4g}", "TFLOP a chip, counted analytically")

@@ -159,15 +159,16 @@ class Report:
         }
 
 
-def compile_step(config: Config, topology: Topology) -> Report:
-    """Compile config's training step for a topology.
+def compile_step(config: Config, topology: Topology, schedules: bool = True) -> Report:
+    """Compile config's training step for a topology. schedules: see `describe`; without them, Pallas kernels are left
+    out of the estimate, and compiling takes half of the time.
 
     Raises:
       ConfigError: the mesh does not divide the topology's chips, the model or the batch; libtpu is not installed.
       DoesNotFit: a chip has too little memory.
     """
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices))
-    mesh = mesh_of(config, describe(topology))
+    mesh = mesh_of(config, describe(topology, schedules))
     started = time.perf_counter()
     with sharding.use_mesh(mesh):
         graphdef, state = abstract_state(config, mesh)
@@ -214,24 +215,25 @@ def compile_step(config: Config, topology: Topology) -> Report:
     )
 
 
-def nearest_fit(config: Config, topology: Topology, used: float) -> Config | None:
+def nearest_fit(config: Config, topology: Topology, used: float, schedules: bool = True) -> Config | None:
     """For a configuration that does not fit, the nearest that does: the same batch with remat `full`, or in more
-    microbatches; None if even one row at a time is too much. `used`: bytes per device that `config` needs."""
+    microbatches; None if even one row at a time is too much. `used`: bytes per device that `config` needs. schedules:
+    see `describe`."""
     if config.model.remat != "full":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="full"))
         try:
-            compile_step(config, topology)
+            compile_step(config, topology, schedules)
             return config
         except DoesNotFit as error:
             used = error.used
     limit = topology.generation.hbm / topology.generation.devices
-    for smaller in _more_microbatches(config, topology):
+    for smaller in _more_microbatches(config, topology, schedules):
         # Temporaries shrink at most in proportion to the rows; if it would not fit even then, it is not compiled.
         times = smaller.training.gradient_accumulation / config.training.gradient_accumulation
         if used / times > limit:
             continue
         try:
-            compile_step(smaller, topology)
+            compile_step(smaller, topology, schedules)
             return smaller
         except DoesNotFit:
             continue
@@ -300,11 +302,10 @@ def _refusal(error: Exception, config: Config, topology: Topology) -> DoesNotFit
     )
 
 
-def _more_microbatches(config: Config, topology: Topology) -> Iterator[Config]:
+def _more_microbatches(config: Config, topology: Topology, schedules: bool) -> Iterator[Config]:
     """The same batch in more and more parts, down to one row at a time on every device."""
-    mesh = mesh_of(
-        dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices)), describe(topology)
-    )
+    placed = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices))
+    mesh = mesh_of(placed, describe(topology, schedules))
     rows = config.data.batch_size // (mesh.size // mesh.shape["tensor"])
     accumulation = config.training.gradient_accumulation
     for parts in range(accumulation + 1, rows + 1):

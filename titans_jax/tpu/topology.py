@@ -89,8 +89,11 @@ def slice_shapes(generation: Generation) -> list[tuple[int, ...]]:
     return sorted(shapes, key=math.prod)
 
 
-def describe(topology: Topology) -> list[Any]:
+def describe(topology: Topology, schedules: bool = True) -> list[Any]:
     """The topology's devices, for the compiler only; nothing can be computed on them.
+
+    schedules: have the compiler write the schedules of all that this process compiles from the first call on, which
+    takes as long as compiling.
 
     Raises:
       ConfigError: libtpu, which holds the compiler, is not installed.
@@ -105,7 +108,8 @@ def describe(topology: Topology) -> list[Any]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    ask_for_schedules()
+    if schedules:
+        ask_for_schedules()
     from jax.experimental import topologies
 
     options = {} if topology.slices == 1 else {"num_slices": topology.slices}
