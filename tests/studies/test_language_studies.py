@@ -106,6 +106,15 @@ def test_a_block_without_memory_has_as_many_parameters(name, pattern):
     assert abs(counts[0] - counts[1]) <= 2 * 3 * 16
 
 
+def test_widths_and_scales_of_lengths_are_those_of_its_models():
+    options = dataclasses.replace(LengthOptions(), reference=("window",), language=LANGUAGE, seeds=1)
+    said = dataclasses.replace(options, hidden_dim=24, embedding_scale=8.0)
+    models = [cell.model for cell in STUDIES["length"]().cells(said)]
+    assert {(model.hidden_dim, model.embedding_scale) for model in models} == {(24, 8.0)}
+    plain = [cell.model for cell in STUDIES["length"]().cells(options)]
+    assert plain == [dataclasses.replace(model, hidden_dim=None, embedding_scale=1.0) for model in models]
+
+
 def test_lengths_that_do_not_divide_a_step_are_refused(capsys, tmp_path):
     assert cli.main(["study", "lengths", "--rows", "500", "--output", str(tmp_path / "out")]) == 2
     assert (

@@ -139,6 +139,8 @@ def test_the_quick_version_is_smaller(name):
         ("length --language.positions 0", "language.positions is 0; use a multiple of"),
         ("length --language.positions_rows 500", "positions_rows is 500; use 1 to "),
         ("length --blocks", "blocks is empty; name at least one"),
+        ("length --hidden_dim 0", "hidden_dim is 0; use at least 1"),
+        ("length --embedding_scale 0", "embedding_scale is 0.0; use a number above 0"),
         ("length --language.data.source text --language.data.path /nowhere", "'/nowhere' does not exist"),
         ("lenght", "NAME is 'lenght'; use ablation, babilong, distance, dna, "),
         ("lenght", " or yaad; did you mean length?"),

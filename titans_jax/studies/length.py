@@ -39,6 +39,10 @@ class LengthOptions(StudyOptions):
     """Width of the residual stream."""
     depth: int = 2
     """Blocks."""
+    hidden_dim: int | None = None
+    """Width of the feed-forward layers, before models are made equally large; None: 8/3 of dim."""
+    embedding_scale: float = 1.0
+    """What the vectors of tokens are multiplied by; deep models may need more (`ModelConfig.embedding_scale`)."""
     segment: int = 64
     """Segment of mac, and window of mag, mal and "window"."""
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(depth=2, expansion=2))
@@ -66,7 +70,9 @@ class LengthStudy(Study):
 
     def cells(self, options: LengthOptions) -> list[Cell]:
         """See `Study`."""
-        at_least_one(options, "blocks", "head_dim", "dim", "depth", "segment")
+        at_least_one(options, "blocks", "head_dim", "dim", "depth", "hidden_dim", "segment")
+        if not options.embedding_scale > 0:
+            raise ConfigError(f"embedding_scale is {options.embedding_scale}; use a number above 0")
         if not options.presets + options.reference:
             raise ConfigError("presets and reference are empty; name at least one memory")
         if options.language.positions == 0:
@@ -75,10 +81,12 @@ class LengthStudy(Study):
         models.check_presets(options.reference, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
         references = models.in_blocks(("lmm",), options.reference)
+        fields = {"hidden_dim": options.hidden_dim, "embedding_scale": options.embedding_scale}
+        fields |= {"segment": options.segment, "window": options.segment}
         built = {}
         for block, preset in dict.fromkeys((*itertools.product(options.blocks, options.presets), *references)):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
-            built[block, preset] = dataclasses.replace(model, segment=options.segment, window=options.segment)
+            built[block, preset] = dataclasses.replace(model, **fields)
         cells: list[Cell] = []
         for language in languages(options):
             kinds = [
