@@ -176,7 +176,7 @@ def test_a_step_that_does_not_fit_is_refused(file, capsys):
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
 def test_without_an_estimate_it_says_what_a_chip_holds(file, capsys):
-    """The same bytes and collectives, whether the schedules of kernels are asked for or not."""
+    """The same bytes and collectives as with one. (All that one process compiles has schedules, or nothing has.)"""
     reports = {}
     for estimate in (True, False):
         assert cli.main(["compile", file, "--batch", "1", "--json", "--estimate", str(estimate)]) == 0
@@ -202,7 +202,7 @@ def test_the_nearest_that_fits(monkeypatch, remat, rows_that_fit, advice):
     """As many rows at once as can be, by a compiler to which every row costs the same with remat full."""
     tried = []
 
-    def compiler(config, topology, schedules):
+    def compiler(config, topology):
         rows = 64 // config.training.gradient_accumulation
         tried.append(rows)
         if config.model.remat != "full" or rows > rows_that_fit:

@@ -81,12 +81,11 @@ class LengthStudy(Study):
         models.check_presets(options.reference, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
         references = models.in_blocks(("lmm",), options.reference)
-        fields = {"hidden_dim": options.hidden_dim, "embedding_scale": options.embedding_scale}
-        fields |= {"segment": options.segment, "window": options.segment}
+        said = {name: getattr(options, name) for name in ("hidden_dim", "embedding_scale", "segment")}
         built = {}
         for block, preset in dict.fromkeys((*itertools.product(options.blocks, options.presets), *references)):
             model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
-            built[block, preset] = dataclasses.replace(model, **fields)
+            built[block, preset] = dataclasses.replace(model, **said, window=options.segment)
         cells: list[Cell] = []
         for language in languages(options):
             kinds = [

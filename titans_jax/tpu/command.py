@@ -80,7 +80,7 @@ def main(name: str, options: Options) -> None:
     try:
         report = compile_step(config, topology, options.estimate)
     except DoesNotFit as error:
-        fits = nearest_fit(config, topology, error.used, options.estimate)
+        fits = nearest_fit(config, topology, error.used)
         raise ConfigError(f"{error}; {advice(config, fits)}") from None
     if options.json:
         found = report.to_dict()

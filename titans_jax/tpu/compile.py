@@ -215,25 +215,24 @@ def compile_step(config: Config, topology: Topology, schedules: bool = True) -> 
     )
 
 
-def nearest_fit(config: Config, topology: Topology, used: float, schedules: bool = True) -> Config | None:
+def nearest_fit(config: Config, topology: Topology, used: float) -> Config | None:
     """For a configuration that does not fit, the nearest that does: the same batch with remat `full`, or in more
-    microbatches; None if even one row at a time is too much. `used`: bytes per device that `config` needs. schedules:
-    see `describe`."""
+    microbatches; None if even one row at a time is too much. `used`: bytes per device that `config` needs."""
     if config.model.remat != "full":
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="full"))
         try:
-            compile_step(config, topology, schedules)
+            compile_step(config, topology)
             return config
         except DoesNotFit as error:
             used = error.used
     limit = topology.generation.hbm / topology.generation.devices
-    for smaller in _more_microbatches(config, topology, schedules):
+    for smaller in _more_microbatches(config, topology):
         # Temporaries shrink at most in proportion to the rows; if it would not fit even then, it is not compiled.
         times = smaller.training.gradient_accumulation / config.training.gradient_accumulation
         if used / times > limit:
             continue
         try:
-            compile_step(smaller, topology, schedules)
+            compile_step(smaller, topology)
             return smaller
         except DoesNotFit:
             continue
@@ -302,10 +301,11 @@ def _refusal(error: Exception, config: Config, topology: Topology) -> DoesNotFit
     )
 
 
-def _more_microbatches(config: Config, topology: Topology, schedules: bool) -> Iterator[Config]:
+def _more_microbatches(config: Config, topology: Topology) -> Iterator[Config]:
     """The same batch in more and more parts, down to one row at a time on every device."""
-    placed = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices))
-    mesh = mesh_of(placed, describe(topology, schedules))
+    mesh = mesh_of(
+        dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices)), describe(topology)
+    )
     rows = config.data.batch_size // (mesh.size // mesh.shape["tensor"])
     accumulation = config.training.gradient_accumulation
     for parts in range(accumulation + 1, rows + 1):

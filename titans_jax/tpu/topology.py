@@ -92,8 +92,8 @@ def slice_shapes(generation: Generation) -> list[tuple[int, ...]]:
 def describe(topology: Topology, schedules: bool = True) -> list[Any]:
     """The topology's devices, for the compiler only; nothing can be computed on them.
 
-    schedules: have the compiler write the schedules of all that this process compiles from the first call on, which
-    takes as long as compiling.
+    schedules: have the compiler write the schedules of all that this process compiles, which takes as long as
+    compiling. The process's first call decides, as the compiler is told when it is loaded.
 
     Raises:
       ConfigError: libtpu, which holds the compiler, is not installed.
