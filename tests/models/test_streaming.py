@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import small_models as small
 
+from titans_jax.models import cycles_apart
+
 CHUNKS = [1, small.CHUNK - 1, small.CHUNK, small.CHUNK + 1, small.SEGMENT + 1]
 PROMPTS = {
     "mac": [*CHUNKS, small.SEGMENT - 1, small.SEGMENT],
@@ -99,6 +101,25 @@ def test_a_hybrid_pattern_streams():
     with jax.enable_x64(True):
         model, tokens = small.build(small.config("lmm", "window", depth=4)), small.tokens()
         assert_same(read_in_pieces(model, tokens, [5]), small.forward(model, tokens), 1e-9)
+
+
+@pytest.mark.slow_but_for("lmm", "mac")
+@pytest.mark.parametrize("kind", small.KINDS)
+def test_unrolled_blocks_read_on_alike(kind):
+    """After a prompt that the stacked blocks read, and with states of the same size from step to step."""
+    step = jax.jit(lambda model, token, state: model.extend(token, state))
+    with jax.enable_x64(True):
+        model, tokens = small.build(small.config(kind, depth=2)), small.tokens()
+        unrolled, whole = model.unrolled(), small.forward(model, tokens)
+        assert unrolled.unrolled() is unrolled
+        _, state = small.extend(model, tokens[:, :5], small.init_state(model, len(tokens)))
+        state, logits = cycles_apart(state), []
+        assert jax.tree.structure(state) == jax.tree.structure(unrolled.init_state(len(tokens), small.MAX_LENGTH))
+        for token in tokens.T[5:]:
+            piece, state = step(unrolled, token[:, None], state)
+            logits.append(piece)
+        assert_same(jnp.concatenate(logits, axis=1), whole[:, 5:], 1e-9)
+        assert step._cache_size() == 1
 
 
 @pytest.mark.parametrize("kind", small.KINDS)

@@ -16,9 +16,11 @@ from titans_jax import sharding
 from titans_jax.data.packing import encode_after
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
+from titans_jax.inference.decoding import decoding_model, decoding_parts
 from titans_jax.inference.reading import Memory
 from titans_jax.inference.rows import RowStates
 from titans_jax.inference.sampling import Sampling, sample
+from titans_jax.models import cycles_apart
 
 PIECES = (256, 16)
 """Sizes of the pieces in which a prompt is read; the rest is read token by token. `extend` is exact at any split."""
@@ -65,8 +67,9 @@ class Generator:
     def __init__(self, graphdef: nnx.GraphDef, tokenizer: Tokenizer, sampling: Sampling | None = None) -> None:
         self._graphdef, self._tokenizer = graphdef, tokenizer
         self._sampling, self._states = sampling or Sampling(), RowStates(graphdef)
-        self._read, self._step = jax.jit(self._read_piece), jax.jit(self._read_and_sample)
-        self._separate, self._copy = jax.jit(self._states.separate), jax.jit(self._states.copy)
+        self._read, self._copy = jax.jit(self._read_piece), jax.jit(self._states.copy)
+        self._separate = jax.jit(lambda params, state: cycles_apart(self._states.separate(params, state), axis=1))
+        self._step = jax.jit(self._read_and_sample, static_argnums=0, donate_argnums=3)
 
     def stream(
         self,
@@ -153,6 +156,7 @@ class Generator:
         for piece in pieces:
             state, read = self._read(params, np.stack([row[piece] for row in ids]), state), read + len(piece)
         state, key = self._separate(params, state), jax.random.key(seed)
+        structure, leaves = decoding_parts(self._graphdef, params)
         seen = np.zeros((len(ids), nnx.merge(self._graphdef, params).config.vocab_size), bool)
         for row, prompt_ids in enumerate(ids):
             seen[row, prompt_ids] = True
@@ -160,7 +164,9 @@ class Generator:
             fed = [row[place] if place < len(row) else said for row, said in zip(ids, out, strict=True)]
             number = place + 1 - ends  # of the token that follows, in the row's continuation
             seen[np.arange(len(ids)), fed] = True
-            following, state = self._step(params, np.array(fed, np.int32), state, key, np.maximum(number, 0), seen)
+            following, state = self._step(
+                structure, leaves, np.array(fed, np.int32), state, key, np.maximum(number, 0), seen
+            )
             out = np.asarray(following)
             speaking = (number >= 0) & (number < max_tokens)
             if (out[speaking] == NOT_FINITE).any():
@@ -172,14 +178,23 @@ class Generator:
         return prefill(nnx.merge(self._graphdef, params), tokens, state)[1]
 
     def _read_and_sample(
-        self, params: Any, tokens: jax.Array, state: Any, key: jax.Array, number: jax.Array, seen: jax.Array
+        self,
+        structure: jax.tree_util.PyTreeDef,
+        leaves: list[jax.Array],
+        tokens: jax.Array,
+        state: Any,
+        key: jax.Array,
+        number: jax.Array,
+        seen: jax.Array,
     ) -> tuple[jax.Array, Any]:
-        """Read one token per row [rows] into a `separate` state; return the tokens drawn next [rows] and the new state.
+        """Read one token per row [rows] into a `separate` state, cycles apart; return the tokens drawn next [rows] and
+        the new state.
 
-        number: int32 [rows], how many tokens the row has drawn so far: it seeds the draw, which therefore does not
-        depend on other rows. seen: bool [rows, vocab], the tokens of a row's prompt and continuation so far.
+        structure, leaves: of `decoding_parts`. number: int32 [rows], how many tokens the row has drawn so far: it seeds
+        the draw, which therefore does not depend on other rows. seen: bool [rows, vocab], the tokens of a row's prompt
+        and continuation so far.
         """
-        model = nnx.merge(self._graphdef, params)
+        model = decoding_model(structure, leaves)
 
         def one_row(token: jax.Array, state: Any, number: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
             logits, state = decode_step(model, token[None], state)

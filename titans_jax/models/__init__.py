@@ -12,7 +12,7 @@ from titans_jax.models.pattern import (
     has_memory,
     training_flops_per_token,
 )
-from titans_jax.models.stack import HEADS, BlockStack, TokenStack, head_of, make_model, register_head
+from titans_jax.models.stack import HEADS, BlockStack, TokenStack, cycles_apart, head_of, make_model, register_head
 from titans_jax.models.writes import without_writes
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "TokenStack",
     "WindowBlock",
     "check_model",
+    "cycles_apart",
     "forward_flops_per_token",
     "granularity",
     "has_memory",

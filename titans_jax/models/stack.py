@@ -77,6 +77,18 @@ class BlockStack(nnx.Module):
         """The summed loss of a batch, and what it is divided by, scalars."""
         raise NotImplementedError
 
+    def unrolled(self) -> BlockStack:
+        """The same model with every layer's parameters apart, whose blocks run one after another and not in a scan.
+
+        A step of decoding is then free of the copies that slices of stacked parameters and states are on a CPU. Its
+        states are lists of `cycles_apart`; it reads on from states, and is not for whole sequences.
+        """
+        if isinstance(self.cycles, nnx.List):
+            return self
+        model = nnx.merge(*nnx.split(self))
+        model.cycles = nnx.List(cycles_apart(self.cycles))
+        return model
+
     def init_state(self, batch_size: int, max_length: int | None = None) -> Any:
         """The state before the first token: a pytree of arrays whose sizes do not change while it reads.
 
@@ -92,6 +104,8 @@ class BlockStack(nnx.Module):
         def one_cycle(cycle: Cycle) -> tuple:
             return tuple(block.init_state(batch_size, max_length) for block in cycle.blocks)
 
+        if isinstance(self.cycles, nnx.List):
+            return [one_cycle(cycle) for cycle in self.cycles]
         return jax.vmap(one_cycle)(self.cycles)
 
     def _blocks(
@@ -113,12 +127,25 @@ class BlockStack(nnx.Module):
         if self.config.remat != "none":
             policy = REMAT_POLICIES[self.config.remat]
             one_cycle = jax.checkpoint(one_cycle, prevent_cse=False, policy=policy)
-        return jax.lax.scan(one_cycle, x, (self.cycles, states))
+        if not isinstance(self.cycles, nnx.List):
+            return jax.lax.scan(one_cycle, x, (self.cycles, states))
+        found = []
+        for cycle_and_states in zip(self.cycles, states, strict=True):
+            x, selected = one_cycle(x, cycle_and_states)
+            found.append(selected)
+        return x, found
 
     def _read(self, x: jax.Array) -> jax.Array:
         """[batch, time, dim] through all blocks and the norm, each row a document of its own."""
         x, _ = self._blocks(x, None, None, lambda *_: ())
         return self.norm(x)
+
+
+def cycles_apart(stacked: Any, axis: int = 0) -> list[Any]:
+    """What is stacked along a leading axis of cycles, or along another axis, as a list with an element a cycle."""
+    leaves, structure = jax.tree.flatten(stacked)
+    apart = zip(*(jnp.unstack(leaf, axis=axis) for leaf in leaves), strict=True)
+    return [jax.tree.unflatten(structure, one) for one in apart]
 
 
 class TokenStack(BlockStack):

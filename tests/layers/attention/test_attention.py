@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from titans_jax.config import ModelConfig
-from titans_jax.layers.attention import Attention, KeyValues, rotate
+from titans_jax.layers.attention import Attention, KeyValues, rotate, xla
 from titans_jax.layers.attention.xla import blocked_attention
 from titans_jax.layers.document_layout import find_documents
 
@@ -54,6 +54,20 @@ def test_equals_dense_attention(time, window, block, num_prefix):
             block=block,
         )
         np.testing.assert_allclose(y, dense(q, k, v, *prefix, dense_mask(time, window)), atol=1e-12)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_one_query_equals_dense_attention(shards, monkeypatch):
+    """With heads side by side, and by head as where heads are on several devices; a prefix of all rows, two parts."""
+    monkeypatch.setattr(xla, "head_shards", lambda: shards)
+    with jax.enable_x64(True):
+        q, prefix = rows(0, BATCH, 1, HEADS, HEAD_DIM), [rows(1 + i, 3, HEADS, HEAD_DIM) for i in range(2)]
+        k, v = (rows(3 + i, BATCH, 9, HEADS, HEAD_DIM) for i in range(2))
+        seen = np.random.default_rng(5).random((BATCH, 1, 9)) < 0.5
+        parts = [KeyValues(jnp.array(k[:, cut]), jnp.array(v[:, cut])) for cut in (slice(0, 4), slice(4, 9))]
+        visible = np.concatenate([np.ones((BATCH, 3), bool), seen[:, 0]], axis=1)
+        y = xla.attend_once(jnp.array(q), (KeyValues(*map(jnp.array, prefix)), *parts), jnp.array(visible))
+        np.testing.assert_allclose(y, dense(q, k, v, *prefix, seen), atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [1, 5, None])

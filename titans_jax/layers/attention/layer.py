@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from titans_jax.config import ModelConfig
 from titans_jax.layers.attention.api import causal_attention
 from titans_jax.layers.attention.rotary import rotate
-from titans_jax.layers.attention.xla import KeyValues, attend
+from titans_jax.layers.attention.xla import KeyValues, attend_once
 from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_channels import side_by_side
@@ -95,8 +95,9 @@ class Attention(nnx.Module):
         capacity = state.cache.keys.shape[1]
         cache = KeyValues(*(_write_ring(ring, rows, positions) for ring, rows in zip(state.cache, new, strict=True)))
         if x.shape[1] == 1:  # the order of keys does not matter, so the ring is read as it lies
-            visible = jnp.arange(capacity, dtype=jnp.int32)[None, None] <= state.position
-            y = attend(queries, cache, state.prefix, visible)
+            prefix = jnp.ones(state.prefix.keys.shape[0], bool)
+            visible = jnp.concatenate([prefix, jnp.arange(capacity, dtype=jnp.int32) <= state.position])
+            y = attend_once(queries, (state.prefix, cache), visible[None])
         else:
             past = KeyValues(
                 *(

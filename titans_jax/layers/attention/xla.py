@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from titans_jax.layers.head_channels import side_by_side
 from titans_jax.layers.projections import wide_dtype
-from titans_jax.sharding import BATCH, HEADS, on_devices
+from titans_jax.ops.backend import current_backend
+from titans_jax.sharding import BATCH, HEADS, head_shards, on_devices
 
 BLOCK = 256
 """Queries taken at once."""
@@ -46,6 +48,54 @@ def attend(queries: jax.Array, past: KeyValues, prefix: KeyValues, visible: jax.
     return jnp.einsum("bhts,bshd->bthd", weights, past.values) + jnp.einsum(
         "bhtn,nhd->bthd", prefix_weights, prefix.values
     )
+
+
+def attend_once(queries: jax.Array, parts: tuple[KeyValues, ...], visible: jax.Array) -> jax.Array:
+    """`attend` of one query a row to keys and values in several parts, which are not copied behind one another.
+
+    Args:
+      queries: [b, 1, h, d].
+      parts: keys and values [b, s, h, d], or of all rows [s, h, d].
+      visible: bool [b or 1, all parts' s], what the row's query sees; at least one.
+    """
+    # A CPU would bring all keys into the order of heads first, for every token that is decoded. There, heads stay side
+    # by side: each has a query that is zero in other heads' channels, and of what it reads only its own are taken.
+    together = current_backend().name == "cpu" and head_shards() == 1
+    score, read = (_score_side_by_side, _read_side_by_side) if together else (_score_by_head, _read_by_head)
+    logits = jnp.concatenate([score(queries[:, 0], part.keys) for part in parts], axis=-1)
+    logits = jnp.where(visible[:, None], logits, -jnp.inf) * queries.shape[-1] ** -0.5
+    weights = jax.nn.softmax(logits, axis=-1).astype(queries.dtype)
+    shares = jnp.split(weights, np.cumsum([part.keys.shape[-3] for part in parts])[:-1], axis=-1)
+    return sum(read(share, part.values) for share, part in zip(shares, parts, strict=True))[:, None]
+
+
+def _score_by_head(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """[b, h, d], [(b,) s, h, d] -> [b, h, s]."""
+    batch = "b" * (keys.ndim - 3)
+    return jnp.einsum(f"bhd,{batch}shd->bhs", queries, keys, preferred_element_type=wide_dtype(queries.dtype))
+
+
+def _read_by_head(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """[b, h, s], [(b,) s, h, d] -> [b, h, d]."""
+    batch = "b" * (values.ndim - 3)
+    return jnp.einsum(f"bhs,{batch}shd->bhd", weights, values)
+
+
+def _score_side_by_side(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """`_score_by_head`."""
+    heads, width = queries.shape[-2:]
+    spread = jnp.einsum("bhd,hg->bhdg", queries, jnp.eye(heads, dtype=queries.dtype))
+    spread, batch = spread.reshape(-1, heads * width, heads), "b" * (keys.ndim - 3)
+    return jnp.einsum(
+        f"{batch}sc,bch->bhs", side_by_side(keys), spread, preferred_element_type=wide_dtype(queries.dtype)
+    )
+
+
+def _read_side_by_side(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """`_read_by_head`."""
+    (heads, width), batch = values.shape[-2:], "b" * (values.ndim - 3)
+    read = jnp.einsum(f"bhs,{batch}sc->bhc", weights, side_by_side(values))
+    return jnp.einsum("bhgd,hg->bhd", read.reshape(-1, heads, heads, width), jnp.eye(heads, dtype=read.dtype))
 
 
 def blocked_attention(
@@ -109,6 +159,8 @@ def segment_attention(
 ) -> jax.Array:
     """`api.segment_attention` in plain JAX."""
     visible = jnp.asarray(segment_mask(queries, context, prefix, index))
+    if queries.shape[1] == 1:
+        return attend_once(queries, (*context, prefix), visible)
     past = concatenate_time(*context, prefix)
     return attend(queries, past, KeyValues(*(rows[0, :0] for rows in past)), visible[None])
 
