@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MOUNT = "/mnt/titans"
@@ -107,7 +107,13 @@ def parse_type(text: str) -> Slice:
 
 
 class Parser(argparse.ArgumentParser):
-    """Options, then -- CONFIG [--field value ...]; a mistake is a LaunchError."""
+    """Options, then -- CONFIG [--field value ...]; a mistake is a LaunchError.
+
+    Options are written in full: with --nam for --name a slice would be made, or deleted, under a name nobody meant.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(allow_abbrev=False, **arguments)
 
     def error(self, message: str) -> NoReturn:
         raise LaunchError(f"{message}; see {self.prog} --help")

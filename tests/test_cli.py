@@ -48,7 +48,9 @@ def test_overrides_are_typed(file):
     "arguments, message",
     [
         ("--model.dimm 3", "there is no field model.dimm; did you mean model.dim?"),
-        ("--dim 3", "there is no field dim"),
+        ("--dim 3", "there is no field dim; did you mean model.dim?"),
+        ("--head_dim 3", "there is no field head_dim; did you mean model.head_dim?"),
+        ("--steps 3", "; did you mean model.memory.steps or training.steps or profile.steps?"),
         ("--model.dim many", "model.dim is 'many'; use a whole number"),
         ("--model.dim", "model.dim has no value; use a whole number"),
         ("--model.dim 1.5", "model.dim is '1.5'; use a whole number"),

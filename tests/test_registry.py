@@ -40,7 +40,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(parts):
 
 
 def test_a_taken_name_is_refused(parts):
-    with pytest.raises(ValueError, match=r"already a part 'elsewhere': register this one under another name\."):
+    with pytest.raises(ValueError, match=r"^the part 'elsewhere' is there already: register this one under another"):
         parts.register("elsewhere")(4)
 
 

@@ -66,7 +66,7 @@ class Registry(Mapping[str, Part]):
         global _registrations
         file = os.path.realpath(file) if file else ""
         if name in self._parts and (not file or self._files[name] != file):
-            raise ValueError(f"there is already a {self.kind} {name!r}: register this one under another name.")
+            raise ValueError(f"the {self.kind} {name!r} is there already: register this one under another name.")
         self._parts[name], self._files[name] = part, file
         parents = Path(file).parents
         _registrations += PACKAGE not in parents or PACKAGE / "configs" in parents
@@ -105,6 +105,14 @@ def snake_case(name: str) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """ "; did you mean ...?" with the one of `names` that looks like `name`, or nothing."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    """ "; did you mean ...?" with the one of `names` that looks like `name`, or nothing.
+
+    Of dotted names those that end as `name` does come first, so that a field is found without its section.
+    """
+    names = list(names)
+    last = name.rpartition(".")[2]
+    near = [dotted for dotted in names if "." in dotted and dotted.rpartition(".")[2] == last]
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
 from titans_jax.config import (
@@ -132,6 +133,14 @@ def test_only_token_predictions_have_a_z_loss():
     model = dataclasses.replace(Config().model, head="forecaster(horizon=96)")
     config = Config(model=model, training=dataclasses.replace(Config().training, z_loss=1e-4))
     with pytest.raises(ConfigError, match="z_loss is 0.0001; use 0, as model.head forecaster.* predicts no tokens"):
+        validate(config)
+
+
+def test_float64_needs_jax_to_have_it():
+    config = Config(model=dataclasses.replace(Config().model, dtype="float64"))
+    with pytest.raises(ConfigError, match="model.dtype is float64; set JAX_ENABLE_X64=1"):
+        validate(config)
+    with jax.enable_x64(True):
         validate(config)
 
 

@@ -202,7 +202,7 @@ def test_a_preset_may_be_given_as_an_object():
     config = MemoryConfig(preset=preset)
     assert config.preset == "given_as_an_object" and memory_rule(config) == memory.presets.retnet()
     assert MemoryConfig(preset=preset) == config
-    with pytest.raises(ConfigError, match="already a preset 'given_as_an_object'"):
+    with pytest.raises(ConfigError, match="the preset 'given_as_an_object' is there already"):
         MemoryConfig(preset=dataclasses.replace(preset, make=memory.presets.gla, gates=memory.GateChoices()))
     with pytest.raises(ConfigError, match="model.memory.preset is 3; use a registered name"):
         MemoryConfig(preset=3)

@@ -89,6 +89,7 @@ def test_an_unknown_type_names_the_nearest(name, nearest):
         ([*GOOD, "--slices", "0", *TRAIN], "--slices is 0; use at least 1"),
         ([*GOOD, "--slices", "two", *TRAIN], "invalid int value: 'two'"),
         ([*GOOD, "--spotty", *TRAIN], "unrecognized arguments: --spotty"),
+        ([*GOOD, "--nam", "another", *TRAIN], "unrecognized arguments: --nam"),
         ([*GOOD, "--type", "v5e-8", *TRAIN], "use v5litepod-8 (runtime version v2-alpha-tpuv5-lite)"),
         ([*GOOD, "--type", "tpu7x-8", *TRAIN], "--type is tpu7x-8; TPU7x needs GKE: launch/xpk.py"),
     ],

@@ -42,4 +42,5 @@ def test_values_outside_their_range_are_refused(name, value, sentence):
 def test_the_ends_of_the_range_and_traced_values_are_not():
     ends = jnp.array([0.0, 1.0])
     assert Gates.from_values(ends, ends, 10 * ends).log_retention.shape == (2,)
+    assert [gate.shape for gate in Gates.from_values(0.0, 0.5, 1.0).scalars()] == [(), (), ()]
     assert jax.jit(Gates.from_values)(HALF, HALF, HALF).step_size.shape == (3,)

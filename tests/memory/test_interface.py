@@ -162,6 +162,14 @@ def call(case=TITANS, form="chunked", time=TIME, **changes):
     return memory.memorize(case.rule, params, state, *tokens, gates, form, resets=arrays["resets"])
 
 
+def retrieve(queries=None, swapped=False):
+    """A good read of zeros, with other queries, or with the parameters and the state in each other's place."""
+    params = memory.init_params(TITANS.rule, jax.random.key(0), HEAD_DIM)
+    given = params, memory.init_state(TITANS.rule, params)
+    queries = jnp.zeros((3, HEAD_DIM)) if queries is None else queries
+    return memory.retrieve(TITANS.rule, *(reversed(given) if swapped else given), queries)
+
+
 TWO_STEPS = SimpleNamespace(rule=memory.presets.delta_product())
 BAD_INPUT = {
     "form": lambda: call(form="parallel"),
@@ -177,6 +185,10 @@ BAD_INPUT = {
     "mask": lambda: call(mask=jnp.ones(TIME + 1, bool)),
     "resets": lambda: call(resets=jnp.zeros(TIME - 1, bool)),
     "queries": lambda: call(queries=jnp.zeros((TIME, HEAD_DIM + 1))),
+    "queries is int32": lambda: call(queries=jnp.zeros((TIME, HEAD_DIM), int)),
+    "queries has head_dim 1 ": lambda: retrieve(queries=jnp.zeros((3, 1))),
+    "queries is int8": lambda: retrieve(queries=jnp.zeros((3, HEAD_DIM), jnp.int8)),
+    "params is a MemoryState and state a dict": lambda: retrieve(swapped=True),
     "queries has shape": lambda: call(queries=jnp.zeros((TIME, 1, HEAD_DIM))),
     r"\[time, 2, head_dim\]; vmap": lambda: call(TWO_STEPS, queries=jnp.zeros((TIME, 3, HEAD_DIM))),
     "mimo_rank is 0": lambda: memory.presets.PRESETS["mamba3_mimo"].make(0),

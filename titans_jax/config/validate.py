@@ -12,6 +12,8 @@ import types
 import typing
 from typing import Any, Literal
 
+import jax
+
 from titans_jax.config import (
     Config,
     ConfigError,
@@ -38,6 +40,8 @@ def validate(config: Config) -> None:
     """
     check_types(config)
     import_extensions(config.extensions)
+    if config.model.dtype == "float64" and not jax.config.jax_enable_x64:
+        raise ConfigError("model.dtype is float64; set JAX_ENABLE_X64=1 in the environment, or use float32")
     _validate_ranges(config)
     _validate_model(config.model)
     _validate_batch(config)

@@ -1,12 +1,34 @@
-"""Arguments of `memorize` that do not fit together, refused in one sentence before anything is computed."""
+"""Arguments of `memorize` and `retrieve` that do not fit together, refused before anything is computed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import MemoryInputs
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params
+
+
+def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> None:
+    """Raises ValueError where queries are not those of a memory with these params, or params and state are not what
+    `init_params` and `init_state` make."""
+    if not isinstance(params, Mapping) or not isinstance(state, MemoryState):
+        raise ValueError(
+            f"params is a {type(params).__name__} and state a {type(state).__name__}: they must be what "
+            "init_params(rule, key, head_dim) and init_state(rule, params) make, in this order."
+        )
+    if not jnp.issubdtype(queries.dtype, jnp.floating):
+        raise ValueError(f"queries is {queries.dtype}: it must be float32, bfloat16 or float64.")
+    head_dim = queries.shape[-1]
+    expected, shapes = rule.shapes(head_dim), tuple(w.shape for w in params["weights"])
+    if shapes != expected:
+        raise ValueError(
+            f"queries has head_dim {head_dim} and params['weights'] has shapes {shapes}: {rule.architecture} needs "
+            f"weights of shapes {expected} for it."
+        )
 
 
 def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryInputs) -> None:
@@ -19,14 +41,9 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
             + (f" or [time, {steps}, head_dim]" if steps > 1 else "")
             + "; vmap over all else."
         )
+    check_queries(rule, params, state, queries)
     time, head_dim = queries.shape[0], queries.shape[-1]
     expected = rule.shapes(head_dim)
-    shapes = tuple(w.shape for w in params["weights"])
-    if shapes != expected:
-        raise ValueError(
-            f"queries has head_dim {head_dim} and params['weights'] has shapes {shapes}: {rule.architecture} needs "
-            f"weights of shapes {expected} for it."
-        )
     if len(state.momentum) != (len(expected) if rule.algorithm.has_momentum else 0):
         raise ValueError(
             f"state.momentum has {len(state.momentum)} matrices: {rule.algorithm} needs a state made by "

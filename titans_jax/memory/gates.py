@@ -76,7 +76,7 @@ class Gates:
             return jnp.log(jnp.maximum(x, SMALLEST_RETENTION))
 
         log_momentum = None if momentum is None else log(momentum)
-        return cls(log(1 - forget), log_momentum, step_size, mask, window_weight=window_weight)
+        return cls(log(1 - forget), log_momentum, jnp.asarray(step_size), mask, window_weight=window_weight)
 
     def scalars(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """(log_retention, log_momentum, step_size), the gates of a whole token."""
@@ -92,7 +92,7 @@ def check_range(name: str, x: jax.Array | None, most: float) -> None:
     """Refuse a gate with values below 0, above `most` or NaN, if they are known."""
     if x is None or isinstance(x, jax.core.Tracer):
         return
-    wrong = ~((x >= 0) & (x <= most))
+    wrong = jnp.logical_not((x >= 0) & (x <= most))
     if jnp.any(wrong):
         value = float(jnp.ravel(x)[jnp.argmax(jnp.ravel(wrong))])
         raise ValueError(f"{name} has the value {value:g}: it must be " + ("0 or more." if most > 1 else "in [0, 1]."))

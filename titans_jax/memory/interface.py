@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.checks import check
+from titans_jax.memory.checks import check, check_queries
 from titans_jax.memory.forms import associative, chunked, recurrent
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
 from titans_jax.memory.forms.inner_gradient import read, readable_weights
@@ -163,5 +163,9 @@ def memorize(
 def retrieve(
     rule: MemoryRule, params: Params, state: MemoryState, queries: Float[Array, "*tokens head_dim"]
 ) -> Float[Array, "*tokens head_dim"]:
-    """Read without updating (Titans eq 15): queries [..., head_dim] -> [..., head_dim]."""
+    """Read without updating (Titans eq 15): queries [..., head_dim] -> [..., head_dim].
+
+    Raises ValueError where queries, params and state do not fit together.
+    """
+    check_queries(rule, params, state, queries)
     return read(rule, params, readable_weights(rule, params, state), queries)
