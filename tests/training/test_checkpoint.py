@@ -178,15 +178,19 @@ def test_resume_from(run_dir):
     assert restore(run_dir, resume_from=4) == (4, [])
     save_on = tiny_config(resume_from=4)
     with Checkpoints(run_dir / "checkpoints", kept=9) as checkpoints:
-        with pytest.raises(CheckpointError, match="training.resume_from is 5, but .* are of 4 and 8; use one of them"):
+        with pytest.raises(ConfigError, match="training.resume_from is 5, but .* are of 4 and 8; use one of them"):
             checkpoints.restore(abstract_like(STATE), resume_from=5)
         checkpoints.set_aside(after=4)
         assert checkpoints.steps() == [4] and (run_dir / "checkpoints_set_aside" / "8").is_dir()
         checkpoints.save(8, STATE, save_on, **BESIDE)
         checkpoints.wait()
         assert checkpoints.steps(resume_from=4) == [8, 4]  # the same command goes on where it was
+        shutil.rmtree(run_dir / "checkpoints" / "4")
+        assert checkpoints.steps(resume_from=4) == [8]  # also when later checkpoints have taken that one's place
+        checkpoints.save(9, STATE, CONFIG, **BESIDE)
+        checkpoints.wait()
         checkpoints.set_aside(after=4)
-    assert sorted(path.name for path in (run_dir / "checkpoints_set_aside").iterdir()) == ["8", "8_1"]
+    assert sorted(path.name for path in (run_dir / "checkpoints_set_aside").iterdir()) == ["8", "8_1", "9"]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +239,7 @@ def test_a_damaged_configuration_is_a_damaged_checkpoint(run_dir, change, senten
     [
         ({"steps": 7}, ConfigError, "training.steps is 7, but the checkpoint in .* is of step 8; use at least 8, or"),
         ({"steps": 7, "resume_from": 8}, ConfigError, "training.steps is 7, but"),
-        ({"resume_from": 5}, CheckpointError, "training.resume_from is 5"),
+        ({"resume_from": 5}, ConfigError, "training.resume_from is 5"),
     ],
 )
 def test_a_run_that_cannot_go_on_is_refused(run_dir, training, error, sentence):

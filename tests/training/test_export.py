@@ -17,7 +17,7 @@ from titans_jax.data import load_tokenizer
 from titans_jax.evaluation import evaluate_run
 from titans_jax.training import Run, load_run
 from titans_jax.training.checkpoint import CheckpointError
-from titans_jax.training.export import HEADER, WEIGHTS, export_safetensors
+from titans_jax.training.export import HEADER, WEIGHTS, export_orbax, export_safetensors
 from titans_jax.training.run import init_model
 
 
@@ -67,6 +67,18 @@ def test_an_orbax_export_is_a_run_without_optimizer(trained, exported, tmp_path)
     assert cli.main(["export", str(exported), "--output", str(folder), "--format", "orbax"]) == 0
     assert_same_model(trained, load_run(folder))
     assert not list(folder.rglob("optimizer"))
+
+
+def test_a_run_of_bytes_does_not_read_with_the_tokenizer_of_another(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "run")
+    (folder / "tokenizer.model").write_bytes(b"of a run that ended before its first checkpoint")
+    assert load_run(folder).tokenizer_name == "byte"
+
+
+def test_an_orbax_export_has_the_average_of_a_run_that_keeps_one(trained, tmp_path):
+    config = dataclasses.replace(trained.config, optimizer=dataclasses.replace(trained.config.optimizer, ema=0.9))
+    export_orbax(dataclasses.replace(trained, config=config), tmp_path / "run")
+    assert_same_model(load_run(tmp_path / "run"), trained)
 
 
 def test_what_lies_in_the_folder(exported):

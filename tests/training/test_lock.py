@@ -1,7 +1,10 @@
 """One training in a run folder: who is refused, and whose lock is taken over."""
 
+import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -74,6 +77,29 @@ def test_a_holder_whose_folder_was_taken_over_stops_and_leaves_it(tmp_path, monk
         with pytest.raises(RunInUse, match="process 7 on elsewhere trains in .*, and took it over while this process"):
             holder.check()
     assert json.loads((tmp_path / "lock.json").read_text())["id"] == "other"
+
+
+def test_a_process_that_ended_and_was_not_waited_for_holds_nothing():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    try:
+        while lock._started(process.pid) is not None:
+            time.sleep(0.01)
+    finally:
+        process.wait()
+
+
+def test_a_beat_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RunLock(tmp_path) as held:
+        before = (tmp_path / "lock.json").read_text()
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+            patched.setattr(lock.Path, "write_text", full)
+            held._write(1)
+        assert (tmp_path / "lock.json").read_text() == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_beats_are_written(tmp_path, monkeypatch):

@@ -67,7 +67,8 @@ def test_the_tokenizer_stays_with_the_run(tmp_path):
     check_same_run(config, config, run_dir)  # before there is a copy, names are compared
     with pytest.raises(ConfigError, match=f"data.tokenizer is .*y.model, which is not the one .*; use {model}, or"):
         check_same_run(config, changed("data", tokenizer=str(tmp_path / "y.model")), run_dir)
-    copy_tokenizer(config, run_dir)
+    (run_dir / TOKENIZERS[1]).write_text("of a run that ended before its first checkpoint")
+    copy_tokenizer(config, run_dir, begins=True)
     assert [path.name for path in run_dir.iterdir()] == [TOKENIZERS[0]]
     shutil.copy(model, tmp_path / "y.model")
     check_same_run(config, changed("data", tokenizer=str(tmp_path / "y.model")), run_dir)
@@ -75,3 +76,7 @@ def test_the_tokenizer_stays_with_the_run(tmp_path):
     for now, then in ((config, config), (CONFIG, config), (config, CONFIG)):
         with pytest.raises(ConfigError, match="which is not the one that the checkpoint in .* was trained with; use"):
             check_same_run(then, now, run_dir)
+    copy_tokenizer(config, run_dir, begins=False)
+    assert (run_dir / TOKENIZERS[0]).read_bytes() == b"one"
+    copy_tokenizer(CONFIG, run_dir, begins=True)  # of bytes, which have no file
+    assert list(run_dir.iterdir()) == []

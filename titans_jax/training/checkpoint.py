@@ -174,18 +174,19 @@ class Checkpoints:
         `training.resume_from`.
 
         Raises:
-          CheckpointError: there are checkpoints, but none of step `resume_from`.
+          ConfigError: there are checkpoints, but neither of step `resume_from` nor of a run that went on from it.
         """
         self._manager.reload()
         steps = sorted(self._manager.all_steps(), reverse=True)
         if resume_from is None or not steps:
             return steps
-        if resume_from not in steps:
-            raise CheckpointError(
+        gone_on = [step for step in steps if self._resumed_from(step) == resume_from]  # the step itself may be deleted
+        if resume_from not in steps and not gone_on:
+            raise ConfigError(
                 f"training.resume_from is {resume_from}, but the checkpoints in {self._folder} are of "
                 f"{' and '.join(map(str, sorted(steps)))}; use one of them"
             )
-        return [step for step in steps if step <= resume_from or self._resumed_from(step) == resume_from]
+        return [step for step in steps if step <= resume_from or step in gone_on]
 
     def latest(self, resume_from: int | None = None) -> Saved | None:
         """What the latest checkpoint that can be read holds beside its arrays; None without checkpoints.

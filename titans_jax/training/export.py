@@ -12,6 +12,7 @@ renamed when it is complete.
 """
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -90,12 +91,16 @@ def export_safetensors(run: "Run", folder: Path) -> None:
 
 
 def export_orbax(run: "Run", folder: Path) -> None:
-    """Write a run folder whose one checkpoint has no optimizer state; raises as `export_safetensors`."""
+    """Write a run folder whose one checkpoint has no optimizer state; raises as `export_safetensors`.
+
+    The weights of a run with a moving average are that average, and the configuration then has none.
+    """
+    config = dataclasses.replace(run.config, optimizer=dataclasses.replace(run.config.optimizer, ema=None))
     with whole_folder(folder) as writing:
         with Checkpoints(writing / "checkpoints", kept=1) as checkpoints:
-            checkpoints.save(run.step, {"params": run.params}, run.config, data_position=None, text=None, goodput=None)
+            checkpoints.save(run.step, {"params": run.params}, config, data_position=None, text=None, goodput=None)
             checkpoints.wait()
-        save_json(to_dict(run.config), writing / "config.json")
+        save_json(to_dict(config), writing / "config.json")
         _copy_tokenizer(run, writing)
 
 

@@ -81,6 +81,7 @@ class RunLock:
         self._beats.join()
         if not self._lost and _is_same(_parse(self._read()), self._own):
             self._path.unlink(missing_ok=True)
+            self._path.with_suffix(".tmp").unlink(missing_ok=True)
 
     def _create(self) -> bool:
         """Make the file, unless it is there."""
@@ -92,7 +93,9 @@ class RunLock:
         return True
 
     def _write(self, beat: int) -> None:
-        self._path.write_text(json.dumps({**self._own, "beat": beat}))
+        written = self._path.with_suffix(".tmp")  # a write that fails, on a full disk, must not empty the file
+        written.write_text(json.dumps({**self._own, "beat": beat}))
+        written.replace(self._path)
 
     def _read(self) -> str | None:
         try:
@@ -152,8 +155,10 @@ def _host() -> str:
 
 
 def _started(process: Any) -> float | None:
-    """When a process of this host started, in seconds since 1970; None if there is none."""
+    """When a process of this host started, in seconds since 1970; None if there is none, or one that ended and whose
+    parent has not asked for its exit code."""
     try:
-        return psutil.Process(process).create_time() if isinstance(process, int) else None
+        found = psutil.Process(process) if isinstance(process, int) else None
+        return None if found is None or found.status() == psutil.STATUS_ZOMBIE else found.create_time()
     except (psutil.Error, ValueError, OverflowError):
         return None

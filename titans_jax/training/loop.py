@@ -19,7 +19,7 @@ from titans_jax.errors import TitansError
 from titans_jax.evaluation.evaluators import EvaluationOptions
 from titans_jax.evaluation.measure import describe, evaluators_of, measure_one
 from titans_jax.evaluation.perplexity import Evaluation, EvaluationStep, evaluate, make_evaluation_step
-from titans_jax.inference import Generator
+from titans_jax.inference import Generator, NotFiniteLogits
 from titans_jax.models import check_model, granularity, has_memory, training_flops_per_token, without_writes
 from titans_jax.models.loss import Batch
 from titans_jax.plots import save_json
@@ -98,7 +98,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             Checkpoints(folder, kept=kept, say=told, commit=config.training.checkpoint_commit) as checkpoints,
             StopRequest() as stop,
         ):
-            copy_tokenizer(config, run_dir)
+            copy_tokenizer(config, run_dir, begins=not checkpoints.steps())
             session = Session(run_dir, console, mesh, checkpoints, stop, goodput, identity, lock)
             try:
                 Trainer(config, text, session, initial).run()
@@ -312,10 +312,15 @@ class Trainer:
         if not training.sample_tokens:
             return
         pieces = self.generator.stream(self._weights, training.sample_prompt, training.sample_tokens, training.seed)
-        text = training.sample_prompt + "".join(itertools.takewhile(lambda _: not self._stopping(), pieces))
+        try:
+            text = training.sample_prompt + "".join(itertools.takewhile(lambda _: not self._stopping(), pieces))
+        except NotFiniteLogits as error:
+            self.report.say(f"warning at step {self.step}: there is no sample, as {error}")
+            return
         if jax.process_index() == 0:
             head = f"# step {self.step}, validation {bits_per_byte:.3f} bits per byte\n"
-            (self.run_dir / "sample.txt").write_text(head + text + "\n", encoding="utf-8")
+            # A prompt from the command line may hold bytes that are not text.
+            (self.run_dir / "sample.txt").write_text(head + text + "\n", encoding="utf-8", errors="replace")
 
     def _evaluate_tasks(self) -> None:
         """Measure `training.evaluate_tasks` into evaluations.jsonl; a task that fails gives a warning only."""

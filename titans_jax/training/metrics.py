@@ -141,7 +141,7 @@ def plot_losses(run_dir: Path) -> None:
     lines = list(read_metrics(run_dir))
     with figure(run_dir / "loss.png", width=7, height=4.2, dpi=120) as axes:
         for kind, style in (("train", {"color": "tab:blue", "linewidth": 1}), ("validation", {"color": "tab:red"})):
-            points = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == kind]
+            points = [(x["step"], x["bits_per_byte"]) for x in lines if x["kind"] == kind and "bits_per_byte" in x]
             if points:
                 marker = {"marker": "o", "markersize": 4} if kind == "validation" or len(points) == 1 else {}
                 axes.plot(*zip(*points, strict=True), label=kind, **style, **marker)

@@ -38,6 +38,7 @@ RULES = (
         "about this start",
     ),
     Rule(("training.checkpoint_commit",), "refused", "it tells which checkpoints are whole"),
+    Rule(("optimizer.name",), "refused", "checkpoints hold this optimizer's moments"),
     Rule(("optimizer.ema",), "refused", "checkpoints hold the average or do not"),
     Rule(("optimizer.train_only",), "refused", "checkpoints hold the moments of what is trained"),
     Rule(("optimizer.", "training.", "extensions"), "said", "from the next step on"),

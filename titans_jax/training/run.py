@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from titans_jax import data, sharding
 from titans_jax.config import Config, ConfigError, ModelConfig, did_you_mean, import_extensions
+from titans_jax.data.tokenizers import BESIDE
 from titans_jax.inference.reading import named_leaves
 from titans_jax.layers.feed_forward import HIDDEN_MULTIPLE
 from titans_jax.models import LanguageModel, make_model
@@ -26,7 +27,7 @@ from titans_jax.models.pattern import blocks_of
 from titans_jax.models.stack import LANGUAGE_MODEL
 from titans_jax.training import export
 from titans_jax.training.checkpoint import CheckpointError, Checkpoints
-from titans_jax.training.resume import differing, own_tokenizer
+from titans_jax.training.resume import TOKENIZERS, differing, own_tokenizer
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
 
     Raises:
       CheckpointError: the folder holds no checkpoint, or none that can be read.
-      ConfigError: an extension is not there any more, or fails.
+      ConfigError: it is no run folder; an extension is not there any more, or fails.
     """
     run_dir = Path(run_dir)
     if (run_dir / export.WEIGHTS).is_file():
@@ -74,7 +75,10 @@ def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
         return _make_run(config, graphdef, export.into_structure(abstract, named, run_dir), step, run_dir)
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
-        raise CheckpointError(f"{run_dir} is not a run folder: it has no checkpoints; give one that training made")
+        problem = "has no checkpoints" if run_dir.is_dir() else "does not exist"
+        raise ConfigError(
+            f"{run_dir} is not a run folder: it {problem}; give one that training made, or that titans export wrote"
+        )
     with Checkpoints(folder, say=say) as checkpoints:
         saved = checkpoints.latest()
         if saved is None:
@@ -92,7 +96,8 @@ def load_run(run_dir: str | Path, say: Callable[[str], None] = print) -> Run:
 
 
 def _make_run(config: Config, graphdef: nnx.GraphDef, params: Any, step: int, run_dir: Path) -> Run:
-    name = str(own_tokenizer(run_dir) or config.data.tokenizer)
+    own = None if config.data.tokenizer == "byte" else own_tokenizer(run_dir)
+    name = str(own or config.data.tokenizer)
     return Run(config, data.load_tokenizer(name), graphdef, params, step, run_dir, name)
 
 
@@ -114,9 +119,17 @@ def with_absolute_paths(config: Config) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, mixture=mixture, **paths))
 
 
-def copy_tokenizer(config: Config, run_dir: Path) -> None:
-    """Copy the tokenizer's files to the run folder, so that a folder that is moved has all that its model needs."""
-    if jax.process_index() == 0 and own_tokenizer(run_dir) is None:
+def copy_tokenizer(config: Config, run_dir: Path, begins: bool) -> None:
+    """Copy the tokenizer's files to the run folder, so that a folder that is moved has all that its model needs.
+
+    Where the run begins, files that are there are of one that ended before its first checkpoint, and are replaced.
+    """
+    if jax.process_index() != 0:
+        return
+    if begins:
+        for name in (*TOKENIZERS, *BESIDE):
+            (run_dir / name).unlink(missing_ok=True)
+    if own_tokenizer(run_dir) is None:
         copy_files(config.data.tokenizer, run_dir)
 
 

@@ -128,7 +128,8 @@ def _name(run: Path, folder: Path) -> str:
 def _plot(runs: list[Path], folder: Path) -> None:
     with figure(folder / "runs.png", width=8, height=5, dpi=120) as axes:
         for run in runs:
-            points = [(x["step"], x["bits_per_byte"]) for x in read_metrics(run) if x["kind"] == "validation"]
+            lines = [x for x in read_metrics(run) if x["kind"] == "validation" and "bits_per_byte" in x]
+            points = [(x["step"], x["bits_per_byte"]) for x in lines]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=_name(run, folder))
         axes.set(xlabel="step", ylabel="validation loss (bits per byte)", title=f"runs below {folder}")
