@@ -12,7 +12,7 @@ import pytest
 from tests.evaluation.test_paragraphs import write_sets
 from tests.evaluation.test_positions import run_of
 from titans_jax import cli
-from titans_jax.evaluation import EvaluationError, EvaluationOptions, niah
+from titans_jax.evaluation import EvaluationError, EvaluationOptions, asking, needles, niah
 from titans_jax.evaluation.needles import NOISE, Essay, split_sentences
 from titans_jax.evaluation.ruler_tasks import TASKS, make_sample, score
 from titans_jax.evaluation.show import print_numbers
@@ -24,6 +24,16 @@ ESSAY = Essay("The sea was calm. Nobody spoke for an hour! Was it over? It was, 
 
 def sample(task, length=2500, seed=0):
     return make_sample(TASKS[task], ESSAY, len, length, seed)
+
+
+def test_a_haystack_of_needles_has_no_other_value_of_the_key_that_is_asked_for(monkeypatch):
+    """With 4 keys in all, so that every third line or so would have that one."""
+    monkeypatch.setattr(needles, "ADJECTIVES", ("calm", "wide"))
+    monkeypatch.setattr(needles, "NOUNS", ("sea", "hour"))
+    for seed in range(5):
+        asked = sample("niah_multikey_2", 3000, seed)
+        key = re.search(r"for ([a-z]+-[a-z]+) mentioned", asked.prompt)[1]
+        assert re.findall(rf" for {key} is: (\d+)", asked.prompt) == [*asked.answers]
 
 
 def test_one_needle_is_asked_for_in_the_words_of_ruler():
@@ -216,6 +226,22 @@ def test_a_model_that_says_the_answer_finds_all(run, all_knowing):
     assert any(
         sentence.startswith("vt: length is 1,024 tokens, too few for a question and 30") for sentence in left_out
     )
+
+
+def test_a_task_whose_second_question_does_not_fit_has_no_accuracy(run, all_knowing, monkeypatch):
+    """The first one alone would be a sample of short questions."""
+    make = niah.make_sample
+
+    def first_only(*inputs):
+        if inputs[-1]:
+            raise ValueError("question 1 is too long")
+        return make(*inputs)
+
+    monkeypatch.setattr(asking, "SIDE_BY_SIDE", 1)
+    monkeypatch.setattr(niah, "make_sample", first_only)
+    monkeypatch.setattr(niah, "TASKS", {"fwe": TASKS["fwe"]})
+    with pytest.raises(EvaluationError, match=r"^ruler: fwe: question 1 is too long"):
+        niah.ruler(run, EvaluationOptions(length=1024, samples=2))
 
 
 def test_questions_about_paragraphs_are_asked_where_their_files_are(run, all_knowing, monkeypatch, tmp_path):

@@ -68,6 +68,8 @@ def test_its_own_paragraph_then_those_of_its_article_then_others_then_all_again(
     assert set(texts[0]) == own and set(texts[2]) == article and article < set(texts[3])
     assert len(set(texts[11])) == 12 and sorted(texts[23]) == sorted(2 * texts[11])
     orders = {tuple(documents(TASKS["qa_1"].draft(number, ESSAY, len, 1000).prompt(3))) for number in range(1, 41, 2)}
+    firsts = {documents(TASKS["qa_1"].draft(1, ESSAY, len, length).prompt(9))[-1] for length in range(1000, 1040)}
+    assert len(firsts) > 1  # and for every length
     assert len(orders) == 6  # the order of the paragraphs is drawn for every sample
 
 

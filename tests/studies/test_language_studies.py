@@ -94,6 +94,17 @@ def test_lengths_have_as_many_tokens_a_step():
     assert [cell.labels["rows"] for cell in cells] == [16, 32] and cells[0].model == cells[1].model
 
 
+def test_rows_of_all_lengths_are_measured_on_the_same_text():
+    """And where one length is given, and nothing compared, on rows that are drawn one by one."""
+    every = languages(LengthOptions(rows=(16, 32, 8), language=LANGUAGE))
+    tokens = [np.concatenate([batch["tokens"].ravel() for batch in one._held_out()]) for one in every]
+    assert len(tokens[0]) == 32 * LANGUAGE.evaluation_batches
+    np.testing.assert_array_equal(tokens[0], tokens[1])
+    np.testing.assert_array_equal(tokens[0], tokens[2])
+    (alone,) = languages(LengthOptions(language=LANGUAGE))
+    assert alone == LANGUAGE
+
+
 @pytest.mark.parametrize("name, pattern", [("window", ("window",)), ("samba", ("samba", "window"))])
 def test_a_block_without_memory_has_as_many_parameters(name, pattern):
     options = LengthOptions(

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from titans_jax import cli
 from titans_jax.data.mad import SETTINGS
 from titans_jax.studies.mad import Mad, MadOptions, MadStudy, answers_of
 from titans_jax.studies.results import Result
-from titans_jax.studies.table import make_rows
+from titans_jax.studies.table import baselines_of, make_rows
 
 
 def test_all_settings_at_every_rate_and_decay():
@@ -24,6 +25,16 @@ def test_all_settings_at_every_rate_and_decay():
 def test_answers_at_random():
     """Of 16 tokens, 15 beside padding, 16 beside noise, 255 beside the insert token, 16, and 14 beside two others."""
     assert [answers_of(setting) for setting in SETTINGS.values()] == [8, 8, 8, 127, 16, 14]
+
+
+def test_the_chance_of_a_task_is_the_mean_over_its_settings():
+    """Selective copying of 16 tokens and of others; memorization of 255, 511, .. tokens beside the insert token."""
+    options = MadOptions(models=("attention",), seeds=1, learning_rates=(1e-4,))
+    for task in ("selective-copying", "memorization"):
+        cells = MadStudy().cells(dataclasses.replace(options, tasks=(task,)))
+        chances = [1 / answers_of(cell.task.setting) for cell in cells]
+        assert len(chances) > 5 and len(set(chances)) > 3
+        assert baselines_of(cells) == [(f"an answer of {task} at random", {task: pytest.approx(np.mean(chances))})]
 
 
 def test_tasks_and_models_are_averaged():

@@ -12,7 +12,7 @@ from titans_jax import cli
 from titans_jax.studies import STUDIES, Cell, run
 from titans_jax.studies.models import small_model
 from titans_jax.studies.results import Result, ResultsFile, finite_numbers
-from titans_jax.studies.table import make_rows, spread
+from titans_jax.studies.table import best_of, make_rows, spread
 
 MODEL = RECALL.fit_to(small_model("attention", "lmm", 8, 1, 4, STUDIES["mqar"].options().memory))
 
@@ -129,6 +129,18 @@ def test_a_seed_that_failed_keeps_its_place():
     (row,) = make_rows([(cell(1), Result("failed", 10, 20)), (cell(2), finite(0.5))])
     assert row.numbers == {"accuracy": [None, 0.5]} and row.failed == 1
     assert row.spread("accuracy").mean == 0.5
+
+
+def test_the_best_row_is_of_those_whose_seeds_are_all_known():
+    values = {1: (0.9, 0.8), 2: (0.95, None), 3: (0.85, 0.9), 4: (None, None)}
+    done = [
+        (Cell({"rate": rate}, None, RECALL, seed), Result("finite", 1, 1, numbers={"accuracy": value}))
+        for rate, seeds in values.items()
+        for seed, value in enumerate(seeds)
+    ]
+    rows = make_rows(done)
+    assert [row.labels for row in best_of(rows, ("rate",), "accuracy")] == [{"rate": 3}]
+    assert [row.labels for row in best_of(rows[3:] + rows[1:2], ("rate",), "accuracy")] == [{"rate": 2}]
 
 
 def test_curves_are_spread_entry_by_entry():

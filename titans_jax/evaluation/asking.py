@@ -99,11 +99,11 @@ class Asking:
                     left_out[task, length] = f"{task}: {error}"
         except NotFiniteLogits as error:
             failure = error
-        if not answers:
-            raise EvaluationError(f"{self.name}: {failure or next(iter(left_out.values()))}") from failure
         # Where a question does not fit, its task is left out at this length: the answers before it would be a biased
         # sample, of questions short enough to fit.
-        kept = [each for each in answers if (each.task, each.length) not in left_out] or answers
+        kept = [each for each in answers if (each.task, each.length) not in left_out]
+        if not kept:
+            raise EvaluationError(f"{self.name}: {failure or next(iter(left_out.values()))}") from failure
         header = header_of(run, options) | self.header
         numbers: Numbers = {}
         for task in self.tasks:

@@ -99,7 +99,7 @@ class NeedleTask:
         asked = chance.sample(range(len(keys)), self.queries)
         first = needles[asked[0] * self.values]
         chance.shuffle(needles)
-        places, lines = [chance.random() for _ in needles], _Lines(self, chance.getrandbits(64))
+        places, lines = [chance.random() for _ in needles], _Lines(self, chance.getrandbits(64), keys)
         depths = sorted(chance.sample(DEPTHS, len(needles)))
 
         def prompt(units: int) -> str:
@@ -142,16 +142,19 @@ def chance_of(task: Any, length: int, number: int) -> random.Random:
 
 
 class _Lines:
-    """Lines of a haystack, all the same noise or needles for other keys: as many as are asked for, always the same."""
+    """Lines of a haystack, all the same noise or needles for other keys than `keys`: as many as are asked for, always
+    the same."""
 
-    def __init__(self, task: NeedleTask, seed: int):
-        self._task, self._chance, self._made = task, random.Random(seed), []
+    def __init__(self, task: NeedleTask, seed: int, keys: list[str]):
+        self._task, self._chance, self._keys, self._made = task, random.Random(seed), keys, []
 
     def first(self, count: int) -> list[str]:
         if self._task.haystack == "noise":
             return [NOISE] * count
         while len(self._made) < count:
             (key,), (value,) = (distinct(self._chance, kind, 1) for kind in (self._task.key, self._task.value))
+            if key in self._keys:  # a second value of it would be as right as the one that is asked for
+                continue
             self._made.append(_needle(self._task, key, value))
         return self._made[:count]
 

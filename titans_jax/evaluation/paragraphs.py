@@ -50,7 +50,8 @@ class ParagraphTask:
 
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are paragraphs, which are repeated where there are too few; see `RulerTask.draft`."""
-        chance, asked = random.Random(number), self.questions[number % len(self.questions)]
+        asked = self.questions[number % len(self.questions)]
+        chance = random.Random(f"{asked.query} {length} {number}")
         own = {*asked.paragraphs, *asked.next_to_it}
         others = [text for text in self.paragraphs if text not in own]
         near = chance.sample(asked.next_to_it, len(asked.next_to_it))

@@ -185,5 +185,6 @@ def languages(options: LengthOptions) -> list[Language]:
                 f"{language.sequence_length}"
             )
         cut = dataclasses.replace(language.data, sequence_length=length)
-        found.append(dataclasses.replace(language, data=cut, batch_size=tokens // length))
+        same = bool(options.rows)  # bits per byte of rows of different lengths are compared
+        found.append(dataclasses.replace(language, data=cut, batch_size=tokens // length, same_text=same))
     return found

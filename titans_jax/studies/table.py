@@ -143,9 +143,16 @@ Baseline = tuple[str, Numbers]
 
 
 def baselines_of(cells: list[Cell]) -> list[Baseline]:
-    """The baselines of the cells' tasks, each once."""
-    tasks = {str(cell.identity["task"]): cell.task for cell in cells}
-    return list({words: (words, numbers) for words, numbers in (task.baseline() for task in tasks.values())}.values())
+    """The baselines of the cells' tasks, each once; of tasks that are described alike, such as the settings of one, the
+    mean."""
+    found: dict[str, list[Numbers]] = {}
+    for task in {str(cell.identity["task"]): cell.task for cell in cells}.values():
+        words, numbers = task.baseline()
+        found.setdefault(words, []).append(numbers)
+    return [
+        (words, {name: statistics.fmean(each[name] for each in numbers) for name in numbers[0]})
+        for words, numbers in found.items()
+    ]
 
 
 def number_words(value: float | None, digits: int) -> str:
@@ -215,12 +222,16 @@ def csv_rows(rows: list[Row], columns: list[Column], baselines: list[Baseline], 
 def best_of(rows: list[Row], tried: tuple[str, ...], number: str) -> list[Row]:
     """The rows, where only the one with the largest mean of a number stays of those that differ only in labels `tried`.
 
-    A row whose mean is not known stays only if there is no other.
+    A row of which fewer seeds are known loses: their mean could flatter.
     """
+
+    def worth(row: Row) -> tuple[int, float]:
+        spread = row.spread(number)
+        return spread.count, spread.mean or 0.0
+
     best: dict[tuple, Row] = {}
     for row in rows:
         same = tuple(item for item in row.labels.items() if item[0] not in tried)
-        mean, other = row.spread(number).mean, best[same].spread(number).mean if same in best else None
-        if same not in best or (mean is not None and (other is None or mean > other)):
+        if same not in best or worth(row) > worth(best[same]):
             best[same] = row
     return list(best.values())

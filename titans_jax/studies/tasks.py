@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -114,6 +115,9 @@ class Language(Task):
     """The text and its rows."""
     evaluation_batches: int = 16
     """Held-out batches read."""
+    same_text: bool = False
+    """Whether each held-out batch is one stretch of text, cut into rows, so that rows of any length are of the same
+    text; else its rows are drawn one by one."""
     positions: int = 32768
     """Tokens of each stretch of held-out text for the loss by position, a multiple of data.sequence_length; 0: loss by
     position is not measured."""
@@ -156,7 +160,7 @@ class Language(Task):
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """See `Task`. Every seed has its own order of rows."""
-        rows, statistics = self._rows("train", self.sequence_length), self._statistics("train")
+        rows, statistics = self._rows("train", self.sequence_length), self._statistics("train", self.sequence_length)
         batches = data.TrainBatches(rows, statistics, Share(self.batch_size, 0, 1), seed=seed)
         try:
             yield from batches
@@ -218,16 +222,18 @@ class Language(Task):
     def _rows(self, split: data.Split, sequence_length: int) -> data.Rows:
         return data.pack(self._corpus(split), sequence_length=sequence_length, packing=self.data.packing)
 
-    def _statistics(self, split: data.Split) -> data.Statistics:
-        return data.Statistics.count(self._corpus(split), self._rows(split, self.sequence_length))
+    def _statistics(self, split: data.Split, sequence_length: int) -> data.Statistics:
+        return data.Statistics.count(self._corpus(split), self._rows(split, sequence_length))
 
     def _held_out(self) -> Iterator[Batch]:
         """The first `evaluation_batches` held-out batches, in an order that is always the same."""
-        share = Share(self.batch_size, 0, 1)
+        shape = self.batch_size, self.sequence_length
+        rows, length = (1, math.prod(shape)) if self.same_text else shape
         every = data.ValidationBatches(
-            self._rows("validation", self.sequence_length), self._statistics("validation"), share
+            self._rows("validation", length), self._statistics("validation", length), Share(rows, 0, 1)
         )
-        return (batch for _, batch in zip(range(self.evaluation_batches), every, strict=False))
+        for batch in itertools.islice(every, self.evaluation_batches):
+            yield {name: values.reshape(shape) for name, values in batch.items()}
 
     def _long_texts(self, count: int | None = -1) -> np.ndarray:
         """`count` whole stretches of the held-out text (-1: positions_rows, None: all), which may begin anywhere in a
