@@ -24,6 +24,8 @@ def test_rows_of_dataclasses_and_of_dictionaries(tmp_path):
 def test_dataclasses_become_json_objects(tmp_path):
     plots.save_json({"rows": [Row("a", 1.0)]}, tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == {"rows": [{"name": "a", "value": 1.0}]}
+    plots.save_json({"losses": [float("nan"), float("-inf"), 2.0]}, tmp_path / "rows.json")
+    assert "".join((tmp_path / "rows.json").read_text().split()) == '{"losses":[null,null,2.0]}'
 
 
 def test_a_figure_is_saved_when_its_block_ends(tmp_path):

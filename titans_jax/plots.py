@@ -30,9 +30,13 @@ def save_csv(rows: Sequence[Any], file: Path) -> None:
 
 
 def save_json(value: Any, file: Path) -> None:
-    """Write a value as indented JSON, dataclasses in it as objects. Makes the folder; replaces the file."""
+    """Write a value as indented JSON, dataclasses in it as objects. Makes the folder; replaces the file.
+
+    A number that is not finite, for which JSON has no word, becomes null.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(value, indent=2, default=_fields) + "\n")
+    plain = json.loads(json.dumps(value, default=_fields), parse_constant=lambda _: None)
+    file.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
 
 
 def _fields(row: Any) -> dict[str, Any]:

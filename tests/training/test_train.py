@@ -218,6 +218,10 @@ def test_divergence_stops_and_keeps_the_last_checkpoint(tmp_path):
         run(config, tmp_path / "run")
     assert load_run(tmp_path / "run").step == 1
     assert all(np.isfinite(x).all() for x in params(tmp_path / "run"))
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, evaluate_every=1))
+    with pytest.raises(TrainingStopped, match="the validation loss of step 1 is nan, .*; there is no checkpoint to go"):
+        run(config, tmp_path / "evaluated")
+    assert not any((tmp_path / "evaluated" / "checkpoints").iterdir())
 
 
 @pytest.mark.slow

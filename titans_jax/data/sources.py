@@ -190,7 +190,9 @@ def _hold_out(documents: Documents, split: Split, config: DataConfig) -> Documen
     if not documents.items[every - 1 :]:
         raise DataError(
             f"data.validation_every={every} holds out none of the {len(documents)} documents of "
-            f"{describe_source(config)} for validation: use a number from 2 to {len(documents)}"
+            f"{describe_source(config)} for validation: use "
+            + ("2" if len(documents) == 2 else f"a number from 2 to {len(documents)}")
+            + ", or data.validation_path with a text of its own"
         )
     return dataclasses.replace(documents, items=documents.items[every - 1 :: every])
 

@@ -34,7 +34,7 @@ from titans_jax.training.mesh import batch_sharding, to_devices, use_mesh
 from titans_jax.training.metrics import MetricsWriter, import_wandb, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
-from titans_jax.training.report import Report, RunDescription, TrainingStopped, say
+from titans_jax.training.report import SMALLER, Report, RunDescription, TrainingStopped, require_finite, say
 from titans_jax.training.resume import changes, check_same_run
 from titans_jax.training.run import (
     InitialWeights,
@@ -252,8 +252,7 @@ class Trainer:
             )
         except NotFinite as error:
             raise TrainingStopped(
-                f"{error} after step {self.step}, so it was not saved and training stopped; try a smaller "
-                "optimizer.learning_rate or model.memory.max_step_size"
+                f"{error} after step {self.step}, so it was not saved and training stopped; {SMALLER}"
             ) from error
         self.report.pause()
 
@@ -280,6 +279,7 @@ class Trainer:
         sources = {name: self._evaluate_with(self.evaluation_step, rows) for name, rows in self.by_source.items()}
         if result is None or (self.unwritten_step and unwritten is None) or None in sources.values():
             return
+        require_finite(f"the validation loss of step {self.step}", result.loss, "it was not saved")
         values = {"loss": result.loss, "bits_per_byte": result.bits_per_byte, "perplexity": result.perplexity}
         text = f"step {self.step}  validation loss {result.loss:.4f}  {result.bits_per_byte:.3f} bits/byte"
         for name, found in sources.items():

@@ -20,10 +20,20 @@ def say(console: Console, text: str) -> None:
     console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False, soft_wrap=True)
 
 
+SMALLER = "try a smaller optimizer.learning_rate or model.memory.max_step_size"
+"""What to do where a number is not finite."""
+
+
 class TrainingStopped(TitansError, RuntimeError):
     """Training cannot go on; the message says why and from where it can."""
 
     exit_code = 1
+
+
+def require_finite(what: str, value: float, consequence: str) -> None:
+    """Raises TrainingStopped where a value is infinite or NaN."""
+    if not math.isfinite(value):
+        raise TrainingStopped(f"{what} is {value}, so {consequence} and training stopped; {SMALLER}")
 
 
 @dataclass(frozen=True)
@@ -94,11 +104,7 @@ class Report:
         metrics = {name: float(value) for name, value in arrays.items()}
         now = time.monotonic()
         for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
-            if not math.isfinite(metrics[name]):
-                raise TrainingStopped(
-                    f"the {what} of step {step} is {metrics[name]}, so the step was not applied and training stopped; "
-                    "try a smaller optimizer.learning_rate or model.memory.max_step_size"
-                )
+            require_finite(f"the {what} of step {step}", metrics[name], "the step was not applied")
         if self._mark is not None:
             self._seconds, self._tokens = self._seconds + now - self._mark, self._tokens + metrics["tokens"]
         self._mark = now
