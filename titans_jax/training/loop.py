@@ -388,6 +388,7 @@ class Trainer:
 
     def _say_memory(self, batch: Batch) -> None:
         """Print the device memory that the compiled step takes; the first step reuses the program compiled here."""
+        self.report.say("compiling the training step, which may take a minute on a first start")
         memory = self.train_step.lower(self.state, batch).compile().memory_analysis()
         held, new = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
         temporary = memory.temp_size_in_bytes + new
