@@ -225,3 +225,10 @@ def test_too_few_documents_to_hold_one_out_are_refused(text_config, refused):
 def test_contradictory_fields_are_refused(refused, fields, words):
     with refused(*words):
         open_documents(DataConfig(**fields), "train")
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 100_000], ids=["digits", "nesting"])
+def test_json_beyond_what_python_reads_is_refused(tmp_path, refused, value):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": ' + value + "}\n")
+    with refused("not JSON", "line 2", "a.jsonl"):
+        open_documents(DataConfig(source="jsonl", path=str(tmp_path)), "train")

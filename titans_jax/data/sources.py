@@ -207,9 +207,10 @@ def _within(parts: Iterator[str], first: int, last: int) -> Iterator[str]:
 
 
 def _json_text(line: bytes, place: str, offset: int, config: DataConfig) -> str:
+    written = decode(line, place, offset, config.errors)
     try:
-        record = json.loads(decode(line, place, offset, config.errors))
-    except json.JSONDecodeError as error:
+        record = json.loads(written)
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists nested too deeply
         raise DataError(f"{place} is not JSON ({error}): data.source='jsonl' takes one JSON object a line") from error
     fields = record if isinstance(record, dict) else {}
     text = fields.get(config.text_field)
