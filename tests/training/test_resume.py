@@ -78,5 +78,7 @@ def test_the_tokenizer_stays_with_the_run(tmp_path):
             check_same_run(then, now, run_dir)
     copy_tokenizer(config, run_dir, begins=False)
     assert (run_dir / TOKENIZERS[0]).read_bytes() == b"one"
+    copy_tokenizer(changed("data", tokenizer=str(run_dir / TOKENIZERS[0])), run_dir, begins=True)
+    assert (run_dir / TOKENIZERS[0]).read_bytes() == b"one"  # the configuration's own file stays
     copy_tokenizer(CONFIG, run_dir, begins=True)  # of bytes, which have no file
     assert list(run_dir.iterdir()) == []

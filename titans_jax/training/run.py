@@ -122,13 +122,16 @@ def with_absolute_paths(config: Config) -> Config:
 def copy_tokenizer(config: Config, run_dir: Path, begins: bool) -> None:
     """Copy the tokenizer's files to the run folder, so that a folder that is moved has all that its model needs.
 
-    Where the run begins, files that are there are of one that ended before its first checkpoint, and are replaced.
+    Where the run begins, files that are there are of one that ended before its first checkpoint, and are replaced,
+    unless they are the ones that the configuration names.
     """
     if jax.process_index() != 0:
         return
     if begins:
-        for name in (*TOKENIZERS, *BESIDE):
-            (run_dir / name).unlink(missing_ok=True)
+        named = [file.resolve() for file in data.tokenizer_files(config.data.tokenizer)]
+        for old in (run_dir / name for name in (*TOKENIZERS, *BESIDE)):
+            if old.resolve() not in named:
+                old.unlink(missing_ok=True)
     if own_tokenizer(run_dir) is None:
         copy_files(config.data.tokenizer, run_dir)
 
