@@ -82,6 +82,8 @@ def test_a_last_file_makes_a_checkpoint_where_folders_cannot_be_renamed(tmp_path
     (folder / "12" / COMMITTED).unlink()
     (folder / "8" / COMMITTED).unlink()
     shutil.rmtree(folder / "8" / "run")
+    with Checkpoints(folder) as reader:
+        assert reader.steps() == [4]
     with Checkpoints(folder, kept=3, say=(said := []).append, commit="file") as checkpoints:
         state, saved = checkpoints.restore(abstract_like(STATE))
         checkpoints.save(8, STATE, CONFIG, **BESIDE)

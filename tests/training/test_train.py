@@ -120,6 +120,20 @@ def test_stop_and_go_on(uninterrupted, tmp_path, monkeypatch, stop_at):
     assert_same_run(run_dir, uninterrupted)
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_is_stopped_behind_its_loss_is_done_again(uninterrupted, tmp_path, monkeypatch):
+    """Or the sample and the tasks of its step would be lost."""
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_stopping", lambda self: self.stop.requested() or hasattr(self, "asked"))
+        patch.setattr(Trainer, "_evaluate_tasks", lambda self: setattr(self, "asked", True))
+        said = run(tiny_config(), run_dir)
+    assert "step 6  validation loss" in said and "stopped and saved at step 6" in said
+    assert [line for line in read_metrics(run_dir) if line["kind"] == "validation"] == []
+    run(tiny_config(), run_dir)
+    assert_same_run(run_dir, uninterrupted)
+
+
 class Killed(Exception):
     """Stands for a process that is gone."""
 

@@ -71,7 +71,8 @@ class Checkpoints:
 
     Args:
       kept: how many of the latest checkpoints stay on disk; None to read only.
-      commit: `training.checkpoint_commit`. Any value will do to read only: an unfinished checkpoint cannot be read.
+      commit: `training.checkpoint_commit`. Any value will do to read only: where one checkpoint has the file that says
+        that it is whole, those without it are none.
       say: called with one sentence about every checkpoint that is skipped.
     """
 
@@ -178,6 +179,8 @@ class Checkpoints:
         """
         self._manager.reload()
         steps = sorted(self._manager.all_steps(), reverse=True)
+        if committed := [step for step in steps if (self._folder / str(step) / COMMITTED).exists()]:
+            steps = committed
         if resume_from is None or not steps:
             return steps
         gone_on = [step for step in steps if self._resumed_from(step) == resume_from]  # the step itself may be deleted

@@ -289,13 +289,15 @@ class Trainer:
             gain = values["memory_gain"] = unwritten.bits_per_byte - result.bits_per_byte
             text += f"  memory gain: {gain:.4f} bits per byte"
             self.report.remember("gain", f"{gain:.4f}")
-        self.report.record("validation", self.step, values)
         self.report.say(text)
         gain = values.get("memory_gain", np.nan)
         for warning in harmful(gain) + ignored(self.diagnostics.get("explained_share"), gain):
             self.report.say(f"warning at step {self.step}: {warning}")
         self._write_sample(result.bits_per_byte)
         self._evaluate_tasks()
+        if self._stopping():
+            return  # without its line, the whole evaluation is done again when the run goes on
+        self.report.record("validation", self.step, values)
         if jax.process_index() == 0:
             plot_losses(self.run_dir)
             if unwritten:
