@@ -10,7 +10,7 @@ from flax import nnx
 
 from tests.training.tiny import MODEL
 from titans_jax.data import load_tokenizer
-from titans_jax.inference import Generator, Sampling, decode_step, prefill
+from titans_jax.inference import Generator, Sampling, decode_step, decoding, prefill
 from titans_jax.inference.generate import PIECES, cut_before, split_prompt, stream_before, stream_text
 from titans_jax.training.run import init_model
 
@@ -82,6 +82,17 @@ def test_prefill_and_decode_step_continue_one_another():
     np.testing.assert_allclose(logits[0], expected[16], atol=1e-4 * scale)
     logits, _ = jax.jit(decode_step)(model, tokens[:, 17], state)
     np.testing.assert_allclose(logits[0], expected[17], atol=1e-4 * scale)
+
+
+@pytest.mark.slow
+def test_layers_in_a_scan_say_the_same(monkeypatch):
+    """As accelerators decode; two prompts of different lengths side by side."""
+    graphdef, params = tiny_model("mac")
+    said = []
+    for unrolls in (True, False):
+        monkeypatch.setattr(decoding, "unrolls", lambda unrolls=unrolls: unrolls)
+        said.append(Generator(graphdef, TOKENIZER, GREEDY).complete(params, [LETTERS[:20], LETTERS[:3]], 12))
+    assert said[0] == said[1] and all(said[0])
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 18, 256, 257, 600])

@@ -19,8 +19,8 @@ from titans_jax.bench.timing import matmul_peak, median_seconds
 from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.config.validate import validate
 from titans_jax.inference import decode_step, prefill
-from titans_jax.inference.decoding import decoding_model, decoding_parts
-from titans_jax.models import check_model, cycles_apart, training_flops_per_token
+from titans_jax.inference.decoding import decoding_parts, decoding_state
+from titans_jax.models import check_model, training_flops_per_token
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import init_model
 from titans_jax.training.step import make_train_step
@@ -101,13 +101,13 @@ def decoding(graphdef: nnx.GraphDef, params: Any, context: int, longest: int) ->
     read = jax.jit(lambda params, tokens, state: prefill(nnx.merge(graphdef, params), tokens, state)[1])
     structure, leaves = decoding_parts(graphdef, params)
     step = jax.jit(
-        lambda leaves, token, state: decode_step(decoding_model(structure, leaves), token, state), donate_argnums=2
+        lambda leaves, token, state: decode_step(jax.tree.unflatten(structure, leaves), token, state), donate_argnums=2
     )
     piece = 256
     state = jax.jit(lambda params: nnx.merge(graphdef, params).init_state(1, longest))(params)
     for _ in range(-(-context // piece)):
         state = read(params, np.zeros((1, piece), np.int32), state)
-    state, token = jax.jit(cycles_apart)(state), jnp.zeros((1,), jnp.int32)
+    state, token = jax.jit(decoding_state)(state), jnp.zeros((1,), jnp.int32)
 
     def run() -> jax.Array:
         nonlocal state

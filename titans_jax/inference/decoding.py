@@ -1,9 +1,8 @@
-"""A model as steps of one token run it: its layers one after another, so that slices of stacked weights and states need
-not be copied at every step.
+"""A model and its state as steps of one token run them.
 
-    parts = decoding_parts(graphdef, params)
-    state = cycles_apart(state)                                 # of `models`, after a prompt was read
-    logits, state = decode_step(decoding_model(*parts), token, state)
+structure, leaves = decoding_parts(graphdef, params)
+state = decoding_state(state)                               # of a model that has read the prompt
+logits, state = decode_step(jax.tree.unflatten(structure, leaves), token, state)      # in a jit, structure static
 """
 
 from typing import Any
@@ -11,21 +10,27 @@ from typing import Any
 import jax
 from flax import nnx
 
+from titans_jax.models import cycles_apart
+
+
+def unrolls() -> bool:
+    """Whether decoding runs layers one after another: on CPUs, where a scan copies a layer's slices of stacked weights
+    and states at every step. Elsewhere layers stay in a scan: it compiles faster, and needs no second copy of the
+    weights."""
+    return jax.default_backend() == "cpu"
+
 
 def decoding_parts(graphdef: nnx.GraphDef, params: Any) -> tuple[jax.tree_util.PyTreeDef, list[jax.Array]]:
-    """The model (graphdef, params) as its structure and its arrays: a call takes a list of arrays faster than a module.
-
-    On CPUs every layer's weights are arrays of their own, a second copy. On accelerators, whose memory is scarcer and
-    whose products read a slice where it lies, they stay stacked.
-    """
+    """The model (graphdef, params), unrolled where decoding does so, as its structure and its arrays: a call takes a
+    list of arrays faster than a module."""
     model = nnx.merge(graphdef, params)
-    leaves, structure = jax.tree.flatten(_unrolled(model) if jax.default_backend() == "cpu" else model)
+    leaves, structure = jax.tree.flatten(_unrolled(model) if unrolls() else model)
     return structure, leaves
 
 
-def decoding_model(structure: jax.tree_util.PyTreeDef, leaves: list[jax.Array]) -> nnx.Module:
-    """The model of `decoding_parts`, unrolled, inside a jit for which `structure` is static."""
-    return jax.tree.unflatten(structure, leaves).unrolled()
+def decoding_state(state: Any, axis: int = 0) -> Any:
+    """A model's state as the model of `decoding_parts` takes it; layers are stacked along its leaves' axis `axis`."""
+    return cycles_apart(state, axis) if unrolls() else state
 
 
 @jax.jit

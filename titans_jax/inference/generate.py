@@ -16,11 +16,10 @@ from titans_jax import sharding
 from titans_jax.data.packing import encode_after
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
-from titans_jax.inference.decoding import decoding_model, decoding_parts
+from titans_jax.inference.decoding import decoding_parts, decoding_state
 from titans_jax.inference.reading import Memory
 from titans_jax.inference.rows import RowStates
 from titans_jax.inference.sampling import Sampling, sample
-from titans_jax.models import cycles_apart
 
 PIECES = (256, 16)
 """Sizes of the pieces in which a prompt is read; the rest is read token by token. `extend` is exact at any split."""
@@ -68,7 +67,7 @@ class Generator:
         self._graphdef, self._tokenizer = graphdef, tokenizer
         self._sampling, self._states = sampling or Sampling(), RowStates(graphdef)
         self._read, self._copy = jax.jit(self._read_piece), jax.jit(self._states.copy)
-        self._separate = jax.jit(lambda params, state: cycles_apart(self._states.separate(params, state), axis=1))
+        self._separate = jax.jit(lambda params, state: decoding_state(self._states.separate(params, state), axis=1))
         self._step = jax.jit(self._read_and_sample, static_argnums=0, donate_argnums=3)
 
     def stream(
@@ -187,14 +186,14 @@ class Generator:
         number: jax.Array,
         seen: jax.Array,
     ) -> tuple[jax.Array, Any]:
-        """Read one token per row [rows] into a `separate` state, cycles apart; return the tokens drawn next [rows] and
-        the new state.
+        """Read one token per row [rows] into a `separate` `decoding_state`; return the tokens drawn next [rows] and the
+        new state.
 
         structure, leaves: of `decoding_parts`. number: int32 [rows], how many tokens the row has drawn so far: it seeds
         the draw, which therefore does not depend on other rows. seen: bool [rows, vocab], the tokens of a row's prompt
         and continuation so far.
         """
-        model = decoding_model(structure, leaves)
+        model = jax.tree.unflatten(structure, leaves)
 
         def one_row(token: jax.Array, state: Any, number: jax.Array, seen: jax.Array) -> tuple[jax.Array, Any]:
             logits, state = decode_step(model, token[None], state)

@@ -80,11 +80,8 @@ class BlockStack(nnx.Module):
     def unrolled(self) -> BlockStack:
         """The same model with every layer's parameters apart, whose blocks run one after another and not in a scan.
 
-        A step of decoding is then free of the copies that slices of stacked parameters and states are on a CPU. Its
-        states are lists of `cycles_apart`; it reads on from states, and is not for whole sequences.
+        It reads on from states, which are lists as `cycles_apart` makes them, and is not for whole sequences.
         """
-        if isinstance(self.cycles, nnx.List):
-            return self
         model = nnx.merge(*nnx.split(self))
         model.cycles = nnx.List(cycles_apart(self.cycles))
         return model
