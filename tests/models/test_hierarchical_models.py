@@ -122,7 +122,7 @@ def test_a_second_stage_begins_with_the_weights_of_other_chunks(monkeypatch):
 )
 def test_what_is_refused(fields, sentence):
     with pytest.raises(ConfigError) as error:
-        validate(Config(model=hierarchy("lmm", memory=fields)))
+        validate(Config(model=hierarchy("lmm", memory=fields, dtype="float32")))
     assert sentence in str(error.value) and str(error.value).startswith("model.memory.")
 
 
