@@ -40,7 +40,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(parts):
 
 
 def test_a_taken_name_is_refused(parts):
-    with pytest.raises(ValueError, match=r"^the part 'elsewhere' is there already: register this one under another"):
+    sentence = r"^the part 'elsewhere' is there already: register this one under another name\.$"
+    with pytest.raises(ValueError, match=sentence):
         parts.register("elsewhere")(4)
 
 

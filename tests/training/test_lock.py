@@ -102,6 +102,21 @@ def test_a_beat_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_two_that_take_over_at_once_do_not_share_a_file(tmp_path, monkeypatch):
+    """The first moves its file into place between the other's write and move."""
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    move = lock.Path.replace
+
+    def moving(path, target):
+        monkeypatch.setattr(lock.Path, "replace", move)
+        first._write(0)
+        return move(path, target)
+
+    monkeypatch.setattr(lock.Path, "replace", moving)
+    second._write(0)
+    assert json.loads((tmp_path / "lock.json").read_text())["id"] == second._own["id"]
+
+
 def test_beats_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.02)
     with RunLock(tmp_path):

@@ -137,7 +137,8 @@ def split_sentences(text: str, titles: Sequence[str] = ()) -> list[str]:
 
 
 def chance_of(task: Any, length: int, number: int) -> random.Random:
-    """The random generator of question `number` of a task (a dataclass) and a length, seeded by these three."""
+    """The random generator of question `number` of a task, given by what tells it from others, and a length, seeded by
+    these three."""
     return random.Random(f"{task} {length} {number}")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from titans_jax.evaluation.documents import find_file, open_text
 from titans_jax.evaluation.evaluators import EvaluationError
-from titans_jax.evaluation.needles import Draft, Essay
+from titans_jax.evaluation.needles import Draft, Essay, chance_of
 
 INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -51,7 +51,7 @@ class ParagraphTask:
     def draft(self, number: int, essay: Essay, count_tokens: Callable[[str], int], length: int) -> Draft:
         """Units are paragraphs, which are repeated where there are too few; see `RulerTask.draft`."""
         asked = self.questions[number % len(self.questions)]
-        chance = random.Random(f"{asked.query} {length} {number}")
+        chance = chance_of(asked.query, length, number)
         own = {*asked.paragraphs, *asked.next_to_it}
         others = [text for text in self.paragraphs if text not in own]
         near = chance.sample(asked.next_to_it, len(asked.next_to_it))

@@ -1,8 +1,10 @@
 """A model and its state as steps of one token run them.
 
-structure, leaves = decoding_parts(graphdef, params)
-state = decoding_state(state)                               # of a model that has read the prompt
-logits, state = decode_step(jax.tree.unflatten(structure, leaves), token, state)      # in a jit, structure static
+    structure, leaves = decoding_parts(graphdef, params)
+    state = decoding_state(state)                                        # of a model that has read the prompt
+    logits, state = decode_step(jax.tree.unflatten(structure, leaves), token, state)
+
+The last line stands in a jit for which the structure is static.
 """
 
 from typing import Any

@@ -183,7 +183,8 @@ class Checkpoints:
             steps = committed
         if resume_from is None or not steps:
             return steps
-        gone_on = [step for step in steps if self._resumed_from(step) == resume_from]  # the step itself may be deleted
+        # That step itself may be deleted by now.
+        gone_on = [step for step in steps if step > resume_from and self._resumed_from(step) == resume_from]
         if resume_from not in steps and not gone_on:
             raise ConfigError(
                 f"training.resume_from is {resume_from}, but the checkpoints in {self._folder} are of "

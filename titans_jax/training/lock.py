@@ -47,6 +47,7 @@ class RunLock:
     def __init__(self, run_dir: Path, say: Callable[[str], None] = print):
         self._run_dir, self._path, self._say = run_dir, run_dir / "lock.json", say
         self._own = {"host": _host(), "process": os.getpid(), "started": _started(os.getpid()), "id": uuid.uuid4().hex}
+        self._beside = run_dir / f"lock.{self._own['id']}.tmp"
         self._lost = False
         self._end = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
@@ -81,7 +82,7 @@ class RunLock:
         self._beats.join()
         if not self._lost and _is_same(_parse(self._read()), self._own):
             self._path.unlink(missing_ok=True)
-            self._path.with_suffix(".tmp").unlink(missing_ok=True)
+            self._beside.unlink(missing_ok=True)
 
     def _create(self) -> bool:
         """Make the file, unless it is there."""
@@ -93,9 +94,9 @@ class RunLock:
         return True
 
     def _write(self, beat: int) -> None:
-        written = self._path.with_suffix(".tmp")  # a write that fails, on a full disk, must not empty the file
-        written.write_text(json.dumps({**self._own, "beat": beat}))
-        written.replace(self._path)
+        # A write that fails, on a full disk, must not empty the file; two that take a lock over must not share one.
+        self._beside.write_text(json.dumps({**self._own, "beat": beat}))
+        self._beside.replace(self._path)
 
     def _read(self) -> str | None:
         try:
