@@ -8,9 +8,11 @@ import pytest
 
 from titans_jax import cli
 from titans_jax.data.mad import SETTINGS
+from titans_jax.studies import generated
 from titans_jax.studies.mad import Mad, MadOptions, MadStudy, answers_of
 from titans_jax.studies.results import Result
 from titans_jax.studies.table import baselines_of, make_rows
+from titans_jax.training.optimizer import learning_rate_schedule
 
 
 def test_all_settings_at_every_rate_and_decay():
@@ -35,6 +37,31 @@ def test_the_chance_of_a_task_is_the_mean_over_its_settings():
         chances = [1 / answers_of(cell.task.setting) for cell in cells]
         assert len(chances) > 5 and len(set(chances)) > 3
         assert baselines_of(cells) == [(f"an answer of {task} at random", {task: pytest.approx(np.mean(chances))})]
+
+
+def test_accuracy_over_classes_is_the_mean_of_batches_of_128(monkeypatch):
+    """In the first 128 sequences every answer is right, in the second the only one of class 1 is not: 1 and 0.5; and of
+    another 64, which count half as much, all are of class 2 and wrong."""
+    targets = np.array([0, 1] * 64 + [0] * 127 + [1] + [2] * 64)[:, None]
+    said = np.array([0, 1] * 64 + [0] * 128 + [1] * 64)[:, None]
+
+    def step(params, batch):
+        asked, answered = np.asarray(batch["targets"])[:, 0], np.asarray(batch["tokens"])[:, 0]
+        right = asked[asked == answered]
+        counts = [np.bincount(values, minlength=3) for values in (right, asked, answered)]
+        return 0.0, *counts, len(right), len(right), len(asked)
+
+    monkeypatch.setattr(generated, "make_answer_step", lambda graphdef: step)
+    task = Mad(batch_size=32)
+    numbers = task.answered(None, None, {"tokens": said, "targets": targets})
+    assert numbers["macro_accuracy"] == pytest.approx((1 + 0.5 + 0 / 2) / 2.5)
+    assert numbers["accuracy"] == pytest.approx(255 / 320)
+
+
+def test_the_cosine_ends_at_a_millionth_whatever_the_peak():
+    for rate in (1e-4, 1e-3):
+        task = Mad(steps=10, learning_rate=rate)
+        assert learning_rate_schedule(task.optimizer, 10)(10) == pytest.approx(1e-6)
 
 
 def test_tasks_and_models_are_averaged():

@@ -102,7 +102,7 @@ class Generated(Task):
             return None
 
         def score(graphdef: nnx.GraphDef, params: Any) -> float:
-            return self.ask(graphdef, params, self.held_out(VALIDATION_SEED)).numbers[self.score_number]
+            return self.answered(graphdef, params, self.held_out(VALIDATION_SEED))[self.score_number]
 
         every = self.train_sequences // self.batch_size or max(self.steps // 20, 1)
         return Selection(score, min(every, self.steps), enough=self.enough)
@@ -121,11 +121,15 @@ class Generated(Task):
             *(np.sum(np.array(part, np.float64), axis=0) for part in zip(*jax.device_get(totals), strict=True))
         )
 
+    def answered(self, graphdef: nnx.GraphDef, params: Any, sequences: Sequences) -> Numbers:
+        """The numbers of `Answers`, of a model on sequences."""
+        return self.ask(graphdef, params, sequences).numbers
+
     def measure(self, graphdef: nnx.GraphDef, params: Any) -> Numbers:
         """The numbers of `Answers` on test sequences, and "validation" where there are such sequences."""
-        numbers = self.ask(graphdef, params, self.held_out(TEST_SEED)).numbers
+        numbers = self.answered(graphdef, params, self.held_out(TEST_SEED))
         if self.validation_sequences:
-            asked = self.ask(graphdef, params, self.held_out(VALIDATION_SEED)).numbers
+            asked = self.answered(graphdef, params, self.held_out(VALIDATION_SEED))
             numbers["validation"] = asked[self.score_number]
         return numbers
 
