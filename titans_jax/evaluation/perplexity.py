@@ -75,10 +75,10 @@ def evaluate(
             return None
         batch_nats, batch_tokens, _ = evaluation_step(params, batch)
         nats, tokens = nats + float(batch_nats), tokens + int(batch_tokens)
-        targets = batch["targets"]
-        if isinstance(targets, jax.Array):  # spread over processes, each of which reads a part
-            targets = multihost_utils.process_allgather(targets, tiled=True)
-        num_bytes += count_bytes(targets, tokenizer)
+        rows = batch["tokens"], batch["targets"]
+        if isinstance(rows[1], jax.Array):  # spread over processes, each of which reads a part
+            rows = multihost_utils.process_allgather(rows, tiled=True)
+        num_bytes += count_bytes(*rows, tokenizer)
     if tokens == 0 or num_bytes == 0:
         raise EvaluationError(
             "the validation data holds no text to predict; use a smaller data.validation_every, or more data"
@@ -133,12 +133,19 @@ def _evaluation_step(graphdef: nnx.GraphDef, params: Any, batch: Batch) -> tuple
     return *cross_entropy_sum(logits, batch["targets"]), diagnostics
 
 
-def count_bytes(targets: np.ndarray, tokenizer: Tokenizer) -> int:
-    """Bytes of UTF-8 text that targets [rows, time] stand for.
+def count_bytes(tokens: np.ndarray, targets: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Bytes of UTF-8 text that targets [rows, time] stand for, each of which follows the token at its place.
 
-    With a SentencePiece model a character cut by the end of a row counts for a replacement character.
+    With a SentencePiece model a character cut by the end of a row may count for replacement characters.
     """
-    targets = np.asarray(targets)
+    tokens, targets = np.asarray(tokens), np.asarray(targets)
     if isinstance(tokenizer, ByteTokenizer):
         return int(np.sum((targets >= 0) & (targets < 256)))
-    return sum(len(tokenizer.decode(row[row >= 0]).encode()) for row in targets)
+    size, total = lambda ids: len(tokenizer.decode(ids).encode()), 0
+    for read, wanted in ((read[row >= 0], row[row >= 0]) for read, row in zip(tokens, targets, strict=True)):
+        # A stretch begins with a document, or where another was cut. SentencePiece leaves out the blank that a decoded
+        # text begins with, so a stretch is decoded with the token before it, which does not count.
+        starts = np.flatnonzero((read[1:] != wanted[:-1]) | (read[1:] == tokenizer.eos_id)) + 1
+        for before, stretch in zip(np.split(read, starts), np.split(wanted, starts), strict=True):
+            total += size(np.concatenate([before[:1], stretch])) - size(before[:1])
+    return total

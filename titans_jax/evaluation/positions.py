@@ -274,19 +274,18 @@ def _buckets(
     """nats: as `_read` gives them."""
     buckets, read, lost = [], 0, 0.0
     for (first, last), losses in zip(places, nats.T.tolist(), strict=False):
-        targets = [row[first + 1 : last + 2] for row in rows if len(row) - 1 > first]
-        tokens = sum(map(len, targets))
-        text = sum(
-            count_bytes(part[None, start : start + STRETCH], tokenizer)
-            for part in targets
-            for start in range(0, len(part), STRETCH)
+        parts = [row[first : last + 2] for row in rows if len(row) - 1 > first]
+        tokens = sum(len(part) - 1 for part in parts)
+        stretches = (
+            part[None, start : start + STRETCH + 1] for part in parts for start in range(0, len(part) - 1, STRETCH)
         )
+        text = sum(count_bytes(stretch[:, :-1], stretch[:, 1:], tokenizer) for stretch in stretches)
         read, lost = read + tokens, lost + losses[0]
         bits, fresh = (each / (text or math.nan) / math.log(2) for each in (losses[0], losses[-1]))
         loss = losses[0] / tokens
         buckets.append(
             Bucket(
-                first, last, len(targets), tokens, text, loss, perplexity_of(loss), perplexity_of(lost / read), bits,
+                first, last, len(parts), tokens, text, loss, perplexity_of(loss), perplexity_of(lost / read), bits,
                 fresh, fresh - bits,
             )
         )  # fmt: skip

@@ -201,10 +201,10 @@ class Language(Task):
         """See `Task`: predictions by the frequency of each token in the training text, without any context."""
         size = data.load_tokenizer(self.data.tokenizer).vocab_size
         counts = np.bincount(self._corpus("train").tokens, minlength=size) + 1.0
-        targets = np.concatenate([batch["targets"].ravel() for batch in self._held_out()])
-        targets = targets[targets >= 0]
-        bits = -np.log2(counts / counts.sum())[targets].sum()
-        num_bytes = count_bytes(targets[None], data.load_tokenizer(self.data.tokenizer))
+        batches = list(self._held_out())
+        tokens, targets = (np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "targets"))
+        bits = -np.log2(counts / counts.sum())[targets[targets >= 0]].sum()
+        num_bytes = count_bytes(tokens, targets, data.load_tokenizer(self.data.tokenizer))
         words = f"frequencies of single tokens, {data.describe_source(self.data)}"
         return words, self._by_word(float(bits / num_bytes))
 
@@ -261,7 +261,7 @@ def _bytes_per_word(task: Language) -> float:
     tokenizer = data.load_tokenizer(task.data.tokenizer)
     num_bytes = words = 0
     for batch in task._held_out():
-        num_bytes += count_bytes(batch["targets"], tokenizer)
+        num_bytes += count_bytes(batch["tokens"], batch["targets"], tokenizer)
         for tokens, targets in zip(batch["tokens"], batch["targets"], strict=True):
             words += _words_begun(tokens[0], targets[targets >= 0], tokenizer)
     return num_bytes / max(words, 1)
