@@ -189,10 +189,24 @@ def test_tasks_are_those_of_the_harness_on_local_files(run, model, data, monkeyp
     with (run.folder / "harness.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert [line["metric"] for line in lines] == [row["metric"] for row in results] and len(lines) == 8
+    assert [line["documents"] for line in lines] == [str(row["documents"]) for row in results]
+    for name in ("step", "tokenizer", "memory", "trained_on_rows_of"):
+        assert {line[name] for line in lines} == {str(saved[name])}
     assert lines[4]["file"] == str(data / "commonsense" / "piqa.val.jsonl.gz") and lines[0]["majority"] == ""
     assert [line["split"] for line in lines] == ["test"] * 4 + ["validation"] * 2 + ["test", "validation"]
     assert set(saved["all"]) == set(rows) and saved["all"]["piqa"]["acc_norm"] == by_length["piqa"]["score"]
     assert (run.folder / "harness.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_line_of_the_table_says_of_which_run_it_is(tmp_path):
+    header = {"step": 7, "trained_on_rows_of": 16, "tokenizer": "byte", "memory": "off", "documents": "all"}
+    row = {"task": "piqa", "documents": 4, "metric": "acc", "score": 50.0, "chance": 50, "majority": None}
+    harness._write(tmp_path / "harness", header, [row, row | {"task": "boolq"}], {}, [])
+    with (tmp_path / "harness.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    said = {name: str(value) for name, value in header.items()} | {"documents": "4"}
+    assert [line["task"] for line in lines] == ["piqa", "boolq"]
+    assert all({name: line[name] for name in said} == said for line in lines)
 
 
 def test_the_majority_of_boolq_s_labels_is_not_chance():

@@ -1,5 +1,6 @@
 """Loss by position in long texts: what carried and empty states measure, and what cannot be measured."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -185,7 +186,11 @@ def test_what_is_written_and_returned(tmp_path):
     assert saved["step"] == 7 and saved["text"] == str(text)
     assert (saved["tokenizer"], saved["memory"], saved["chunk_size"]) == ("byte", "on", small.CHUNK)
     assert (saved["documents"], saved["documents_of_the_text"]) == (3, 4)
-    assert len((run.folder / "positions.csv").read_text().splitlines()) == 4
+    with (run.folder / "positions.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["documents"] for line in lines] == [str(row["documents"]) for row in buckets] and len(lines) == 3
+    for name in ("step", "tokenizer", "memory", "trained_on_rows_of", "text"):
+        assert {line[name] for line in lines} == {str(saved[name])}
     assert (run.folder / "positions.png").read_bytes().startswith(b"\x89PNG")
 
     fresh = positions.positions(run, dataclasses.replace(options, memory="fresh"))

@@ -287,7 +287,8 @@ def _write(
 ) -> None:
     """Write the rows as `file`.csv and .png, and the rows with all of the harness's metrics as .json."""
     save_json(header | {"left_out": left_out, "results": rows, "all": every}, file.with_suffix(".json"))
-    save_csv(rows, file.with_suffix(".csv"))
+    # The header is repeated in every row, whose own documents are those of its task.
+    save_csv([row | header | row for row in rows], file.with_suffix(".csv"))
     draw(rows, note_of(header), file.with_suffix(".png"))
 
 

@@ -117,7 +117,9 @@ def positions(run: "Run", options: EvaluationOptions) -> Numbers:
     }
     file = file_of(run, options, "positions")
     if buckets:
-        save_csv(buckets, file.with_suffix(".csv"))
+        # The header is repeated in every row, whose own documents are those that reach it.
+        rows = [dataclasses.asdict(bucket) for bucket in buckets]
+        save_csv([row | header | row for row in rows], file.with_suffix(".csv"))
         save_json(header | {"buckets": buckets}, file.with_suffix(".json"))
         plot_positions(buckets, window, file.with_suffix(".png"), note_of(header))
     if known < len(places):
