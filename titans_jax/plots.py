@@ -30,13 +30,15 @@ def save_csv(rows: Sequence[Any], file: Path) -> None:
 
 
 def save_json(value: Any, file: Path) -> None:
-    """Write a value as indented JSON, dataclasses in it as objects. Makes the folder; replaces the file.
-
-    A number that is not finite, for which JSON has no word, becomes null.
-    """
+    """Write a value as indented JSON (`json_text`). Makes the folder; replaces the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json_text(value, indent=2) + "\n")
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """A value as JSON, dataclasses in it as objects, and null for numbers that are not finite."""
     plain = json.loads(json.dumps(value, default=_fields), parse_constant=lambda _: None)
-    file.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
+    return json.dumps(plain, indent=indent, allow_nan=False)
 
 
 def _fields(row: Any) -> dict[str, Any]:

@@ -105,6 +105,12 @@ def test_json_lines(tmp_path, packed):
     assert list(open_documents(config, "validation")) == ["text 1\n", "text 3\n"]
 
 
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
+    config = DataConfig(source="jsonl", path=str(tmp_path / "a.jsonl"), validation_every=2)
+    assert list(open_documents(config, "train")) == ["one"]
+
+
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_validation_files_within_the_folder_are_not_trained_on(tmp_path, source):
     suffix = ".txt" if source == "text" else ".jsonl"

@@ -69,7 +69,7 @@ def test_a_wrong_tokenizer_is_refused(tmp_path, refused, content):
     path = tmp_path / "x.model"
     if content:
         path.write_bytes(content)
-    with refused("data.tokenizer", str(path), "'byte'"):
+    with refused("data.tokenizer", str(path), "'byte'", "SentencePiece", "tokenizer.json"):
         load_tokenizer(str(path))
 
 

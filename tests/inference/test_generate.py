@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.training.tiny import MODEL
+from titans_jax.config import ConfigError
 from titans_jax.data import load_tokenizer
 from titans_jax.inference import Generator, Sampling, decode_step, decoding, prefill
 from titans_jax.inference.generate import PIECES, cut_before, split_prompt, stream_before, stream_text
@@ -58,6 +59,10 @@ def test_same_seed_same_text_and_max_tokens():
     assert first == again != other
     assert list(warm.tokens(params, "ab", 5, 1)) == first[:5]
     assert list(warm.tokens(params, "ab", 0)) == []
+    with pytest.raises(ConfigError, match="^max_tokens is -1; use at least 0$"):
+        warm.stream(params, "ab", -1)
+    with pytest.raises(ConfigError, match="^until has ''; use"):
+        warm.stream(params, "ab", 1, until=[""])
 
 
 def test_generation_ends_with_the_document():

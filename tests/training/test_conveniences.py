@@ -184,6 +184,9 @@ def test_training_begins_with_the_weights_of_another_run(file, tmp_path, capsys,
     assert "z_loss" not in first[0] and all(line["z_loss"] > 0 for line in second)
     assert second[0]["loss"] < first[0]["loss"] and second[0]["loss"] == pytest.approx(first[1]["loss"], abs=0.3)
     third = load_run(tmp_path / "first")
+    nowhere = tiny_config(init_from=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="^training.init_from: .*/nowhere is not a run folder: it does not exist"):
+        initial_weights(nowhere)
     config = tiny_config(init_from=str(tmp_path / "first"))
     for ours, theirs in zip(
         jax.tree.leaves(initial_weights(config).params), jax.tree.leaves(third.params), strict=True

@@ -2,12 +2,15 @@
 
 import csv
 import dataclasses
+import io
 import json
+import re
 import shutil
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 import titans_jax
@@ -15,7 +18,7 @@ from tests.training.tiny import tiny_config
 from titans_jax import cli
 from titans_jax.data import load_tokenizer
 from titans_jax.evaluation import evaluate_run
-from titans_jax.training import Run, load_run
+from titans_jax.training import Run, load_run, train
 from titans_jax.training.checkpoint import CheckpointError
 from titans_jax.training.export import HEADER, WEIGHTS, export_orbax, export_safetensors
 from titans_jax.training.run import init_model
@@ -67,6 +70,10 @@ def test_an_orbax_export_is_a_run_without_optimizer(trained, exported, tmp_path)
     assert cli.main(["export", str(exported), "--output", str(folder), "--format", "orbax"]) == 0
     assert_same_model(trained, load_run(folder))
     assert not list(folder.rglob("optimizer"))
+    config = dataclasses.replace(trained.config, training=dataclasses.replace(trained.config.training, steps=2))
+    words = f"step 1 in {re.escape(str(folder))}/checkpoints has no optimizer state.*training.init_from {folder}$"
+    with pytest.raises(CheckpointError, match=words):
+        train(config, folder, Console(file=io.StringIO()))
 
 
 def test_a_run_of_bytes_does_not_read_with_the_tokenizer_of_another(exported, tmp_path):

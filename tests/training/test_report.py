@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import json
+import math
 import os
 import re
 import signal
@@ -157,6 +159,17 @@ def test_metrics_survive_a_cut_line_and_drop_what_is_repeated(tmp_path):
         writer.write("train", 4, {"bits_per_byte": 1.0})
     lines = list(read_metrics(tmp_path))
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[-1]["bits_per_byte"] == 1.0
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_file_and_nan_to_its_readers(tmp_path):
+    with MetricsWriter(tmp_path, after=0) as writer:
+        writer.write("memory", 1, {"retention": [0.9, math.nan], "moved": math.inf})
+    with MetricsWriter(tmp_path, after=1):
+        pass
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert line == {"kind": "memory", "step": 1, "retention": [0.9, None], "moved": None}
+    (found,) = read_metrics(tmp_path)
+    assert found["retention"][0] == 0.9 and math.isnan(found["retention"][1]) and math.isnan(found["moved"])
 
 
 def test_picture_of_a_run_with_one_line(tmp_path):

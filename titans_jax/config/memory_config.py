@@ -42,9 +42,9 @@ class MemoryConfig:
     """Which channels have their own factor of the step size, twice a sigmoid: those of keys, of values, both or none.
     None is the preset's own. Longhorn's paper prints "value"."""
     p: float = 3.0
-    """Exponent of Moneta's L_p bias, and of `bias` "lp"."""
+    """Exponent of Moneta's L_p bias, and of `bias` "lp". Ignored by others."""
     q: float = 4.0
-    """Exponent of Moneta's L_q retention, and of `retention` "norm_power"."""
+    """Exponent of Moneta's L_q retention, and of `retention` "norm_power". Ignored by others."""
     steps: int = 2
     """Inner steps per token of delta_product. Ignored by other presets."""
     mimo_rank: int = 4

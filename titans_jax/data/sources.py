@@ -209,7 +209,7 @@ def _within(parts: Iterator[str], first: int, last: int) -> Iterator[str]:
 def _json_text(line: bytes, place: str, offset: int, config: DataConfig) -> str:
     written = decode(line, place, offset, config.errors)
     try:
-        record = json.loads(written)
+        record = json.loads(written.removeprefix("\ufeff"))  # a byte order mark, as some editors begin a file
     except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists nested too deeply
         raise DataError(f"{place} is not JSON ({error}): data.source='jsonl' takes one JSON object a line") from error
     fields = record if isinstance(record, dict) else {}

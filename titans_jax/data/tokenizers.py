@@ -95,12 +95,16 @@ class SentencePieceTokenizer:
         import sentencepiece  # only runs that use such a model need the package
 
         if not Path(path).expanduser().is_file():
-            raise DataError(f"data.tokenizer={str(path)!r} is no file: use 'byte' or the path of a SentencePiece model")
+            raise DataError(
+                f"data.tokenizer={str(path)!r} is no file: use 'byte', or the path of a SentencePiece model or of a "
+                "tokenizer.json"
+            )
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(Path(path).expanduser()))
         except RuntimeError as error:
             raise DataError(
-                f"data.tokenizer={str(path)!r} is not a SentencePiece model: use 'byte' or the path of one"
+                f"data.tokenizer={str(path)!r} is not a SentencePiece model: use 'byte', or the path of one or of a "
+                "tokenizer.json, whose name ends in .json"
             ) from error
         if self._model.eos_id() < 0:
             raise DataError(

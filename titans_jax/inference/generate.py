@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from titans_jax import sharding
+from titans_jax.config import ConfigError
 from titans_jax.data.packing import encode_after
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
@@ -86,7 +87,12 @@ class Generator:
 
         Raises:
           NotFiniteLogits: the model's logits are not finite.
+          ConfigError: `max_tokens` is negative, or one of `until` is empty.
         """
+        if max_tokens < 0:
+            raise ConfigError(f"max_tokens is {max_tokens}; use at least 0")
+        if "" in until:
+            raise ConfigError("until has ''; use texts of at least one letter, or none")
         pieces = stream_text(self.tokens(params, prompt, max_tokens, seed, memory), self._tokenizer)
         return stream_before(pieces, until) if until else pieces
 

@@ -24,7 +24,7 @@ from titans_jax.config import Config, ConfigError, from_saved, to_dict
 from titans_jax.config.validate import check_types
 from titans_jax.errors import TitansError
 from titans_jax.sharding import processes
-from titans_jax.training.checksums import damage, write_checksums
+from titans_jax.training.checksums import damage, items_of, write_checksums
 
 FORMAT = 2
 """Format of what is saved beside the arrays. Format 1 has no format number, version, text identity or checksums."""
@@ -220,7 +220,8 @@ class Checkpoints:
           resume_from: as in `steps`.
 
         Raises:
-          CheckpointError: there are checkpoints and none can be read, or a later version wrote one.
+          CheckpointError: there are checkpoints and none can be read, a later version wrote one, or one was written
+            without what is asked for.
         """
         steps = self.steps(resume_from)
         for step in self._unfinished:
@@ -228,6 +229,7 @@ class Checkpoints:
         for i, step in enumerate(steps):
             try:
                 saved = self._read(step)
+                self._check_items(step, list(abstract))
                 self._check_files(step, list(abstract))
                 items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
                 state = dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items())
@@ -299,6 +301,16 @@ class Checkpoints:
         with contextlib.suppress(Damaged):
             return self._run(step)["config"].get("training", {}).get("resume_from")
         return None
+
+    def _check_items(self, step: int, items: list[str]) -> None:
+        """Raise CheckpointError where a checkpoint was written without an item, as `titans export --format orbax`
+        does."""
+        there = items_of(self._folder / str(step))
+        if there is not None and not there.issuperset(items):
+            raise CheckpointError(
+                f"the checkpoint of step {step} in {self._folder} has no optimizer state, as titans export writes it; "
+                f"begin another run with its weights, by training.init_from {self._folder.parent}"
+            )
 
     def _check_files(self, step: int, items: list[str]) -> None:
         """Raise Damaged in all processes if the first one finds files that are not what was written."""

@@ -24,6 +24,14 @@ def write_checksums(folder: Path) -> None:
     (folder / NAME).write_text(json.dumps(sums, indent=1))
 
 
+def items_of(folder: Path) -> set[str] | None:
+    """The names of the items that a checkpoint was written with; None where it has no checksums that can be read."""
+    try:
+        return {name.split("/")[0] for name in json.loads((folder / NAME).read_text())}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
 def damage(folder: Path, items: Iterable[str]) -> str | None:
     """What is wrong with the files of some items of a checkpoint, in words; None for nothing.
 

@@ -1,6 +1,7 @@
 """The metrics of a run: metrics.jsonl, scalars for TensorBoard or wandb, and the picture loss.png."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 
 from titans_jax.config import ConfigError
-from titans_jax.plots import figure
+from titans_jax.plots import figure, json_text
 
 
 class MetricsWriter:
@@ -17,7 +18,7 @@ class MetricsWriter:
     A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}; a list has a
     number per memory layer, and "memory_gain" of a validation is in bits per byte. Lines later
     than step `after` are dropped first: a resumed run repeats them, with the same numbers. Only the first of several
-    processes writes.
+    processes writes. A number that is not finite is null.
     """
 
     def __init__(self, run_dir: Path, after: int, logger: str = "tensorboard"):
@@ -25,7 +26,7 @@ class MetricsWriter:
         if jax.process_index() != 0:
             return
         path = run_dir / "metrics.jsonl"
-        lines = [json.dumps(line) + "\n" for line in read_metrics(run_dir) if line["step"] <= after]
+        lines = [json_text(line) + "\n" for line in read_metrics(run_dir) if line["step"] <= after]
         rewritten = path.with_suffix(".tmp")  # replaced in one move: a full disk must not empty the file
         rewritten.write_text("".join(lines))
         rewritten.replace(path)
@@ -36,7 +37,7 @@ class MetricsWriter:
         """Write one line, and one scalar per number; a list's numbers become name/0, name/1, ..."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        self._file.write(json_text({"kind": kind, "step": step, **values}) + "\n")
         self._events.log(kind, step, values)
 
     def __enter__(self) -> "MetricsWriter":
@@ -125,7 +126,10 @@ def import_wandb() -> Any:
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl, without any that cannot be read, such as one cut off by a crash."""
+    """The lines of a run's metrics.jsonl, without any that cannot be read, such as one cut off by a crash.
+
+    A number that was not finite is a null in the file, and NaN here.
+    """
     path = run_dir / "metrics.jsonl"
     for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
@@ -133,7 +137,13 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
         except ValueError:  # UnicodeDecodeError among them
             continue
         if isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int:
-            yield line
+            yield {name: _with_nan(value) for name, value in line.items()}
+
+
+def _with_nan(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_nan(each) for each in value]
+    return math.nan if value is None else value
 
 
 def plot_losses(run_dir: Path) -> None:

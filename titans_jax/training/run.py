@@ -178,11 +178,14 @@ def initial_weights(config: Config) -> InitialWeights:
     """The parameters of the run that `training.init_from` names, as the tree of this configuration's model.
 
     Raises:
-      ConfigError: the tokenizer or the shape of a parameter differs.
+      ConfigError: it is no run folder, or the tokenizer or the shape of a parameter differs.
       CheckpointError: as `load_run`.
     """
     source = Path(config.training.init_from).expanduser()
-    run = load_run(source)
+    try:
+        run = load_run(source)
+    except ConfigError as error:
+        raise ConfigError(f"training.init_from: {error}") from error
     own, theirs = ([file.read_bytes() for file in data.tokenizer_files(name)[:1]] for name in
                    (config.data.tokenizer, run.tokenizer_name))  # fmt: skip
     if own != theirs:
