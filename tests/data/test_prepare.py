@@ -409,3 +409,82 @@ def test_texts_of_parquet_that_are_none(tmp_path, refused):
         texts(text_field="missing")
     with refused("row 0 of group 0, has no text in 'id' but 1"):
         texts(text_field="id")
+
+
+@pytest.fixture(scope="module")
+def blank_tokenizer(tmp_path_factory):
+    """A SentencePiece model to which a line end, as all blanks at an end, is no token: SentencePiece's default."""
+    import sentencepiece
+
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    (folder / "words.txt").write_text("\n".join(" ".join(text.split()) for text in TEXTS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "words.txt"), model_prefix=str(folder / "t"), vocab_size=30, minloglevel=2
+    )
+    return str(folder / "t.model")
+
+
+def test_prepared_rows_have_the_targets_of_unprepared_ones_where_blanks_are_no_tokens(
+    blank_tokenizer, text_config, tmp_path
+):
+    """Shards end behind line ends, and documents of blanks are left out, with their bytes."""
+    texts = ["\n".join(["abc def", "gab cde", "fed"] * 9), "   ", "\n\n", "fade cab", "bead"] * 3
+    config = dataclasses.replace(text_config(texts, validation_every=4), tokenizer=blank_tokenizer, packing="stream")
+    tokenizer = load_tokenizer(blank_tokenizer)
+    assert len(tokenizer.encode("\n")) == 0
+    prepare(config, str(tmp_path / "prepared"), workers=1, shard_bytes=40)
+    prepared = dataclasses.replace(config, source="tokens", path=str(tmp_path / "prepared"))
+    direct, stored = (train_batches(each, tokenizer).statistics for each in (config, prepared))
+    for name in ("num_documents", "num_bytes", "num_tokens"):
+        assert getattr(direct, name) == getattr(stored, name), name
+    corpus = packing.tokenize(open_documents(config, "train"), tokenizer, show_progress=False)
+    assert sorted(targets_of(StoredRows(read_index(prepared.path), "train"))) == sorted(corpus.tokens[1:])
+
+
+def test_the_bytes_a_token_of_a_mixture_are_those_of_its_batches(tmp_path):
+    """Of documents of one letter, each with an end, half of the tokens are bytes; of long ones nearly all."""
+    folders = []
+    for name, texts in (("short", ["a", "b", "c", "d"] * 40), ("long", ["abcdefg" * 80, "gfedcba" * 80] * 4)):
+        folders.append(str(tmp_path / name))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        path = str(tmp_path / f"{name}.jsonl")
+        config = DataConfig(source="jsonl", path=path, packing="stream", sequence_length=16, validation_every=4)
+        prepare(config, folders[-1], workers=1)
+    weights = (9, 1)
+    mixture = tuple(f"{folder}={weight}" for folder, weight in zip(folders, weights, strict=True))
+    config = dataclasses.replace(config, source="tokens", path=None, mixture=mixture, batch_size=10)
+    batches = train_batches(config, TOKENIZER)
+    targets = np.concatenate([next(batches)["targets"].ravel() for _ in range(40)])
+    batches.close()
+    seen = np.mean(targets[targets >= 0] < 256)
+    assert batches.statistics.bytes_per_token == pytest.approx(seen, abs=0.01)
+    assert seen < 0.6 < batches.statistics.num_bytes / batches.statistics.num_tokens
+
+
+def test_a_folder_is_in_a_mixture_once(prepared, refused):
+    twice = dataclasses.replace(prepared, path=None, mixture=(f"{prepared.path}=1", f"{prepared.path}/=3"))
+    with refused("data.mixture has", "twice", "the sum of both"):
+        train_batches(twice, TOKENIZER)
+
+
+def test_hugging_face_files_of_other_splits_are_not_trained_on(tmp_path):
+    import pyarrow.parquet
+
+    def write(file, texts):
+        file.parent.mkdir(exist_ok=True)
+        table = pyarrow.table({"text": texts})
+        if file.suffix == ".parquet":
+            return pyarrow.parquet.write_table(table, file)
+        with pyarrow.OSFile(str(file), "wb") as out, pyarrow.ipc.new_stream(out, table.schema) as writer:
+            writer.write_table(table)
+
+    for split in ("train", "validation", "test"):
+        write(tmp_path / "set" / f"{split}-00000-of-00001.parquet", [f"{split} 0", f"{split} 1"])
+    write(tmp_path / "own" / "held.parquet", ["own"])
+    config = DataConfig(source="parquet", path=str(tmp_path / "set"), validation_path=str(tmp_path / "own"))
+    assert list(open_documents(config, "train")) == ["train 0", "train 1"]
+    assert list(open_documents(config, "validation")) == ["own"]
+    write(tmp_path / "saved" / "data-00000-of-00001.arrow", ["a", "b", "c", "d"])
+    write(tmp_path / "saved" / "cache-1f3a.arrow", ["a", "b", "c", "d"])
+    config = DataConfig(source="parquet", path=str(tmp_path / "saved"), validation_every=2)
+    assert [*open_documents(config, "train"), *open_documents(config, "validation")] == ["a", "c", "b", "d"]

@@ -90,6 +90,18 @@ def test_a_packed_file_stays_packed(server, tmp_path, monkeypatch):
     assert sets.find_file(tmp_path, "a/own.jsonl") == file
 
 
+def test_a_set_is_not_brought_beside_one_with_another_compression(server, tmp_path, monkeypatch):
+    """`find_file` might give the other one, and a folder of training text would have both."""
+    address, folder = server
+    (folder / "b.jsonl").write_bytes(LINES)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(LINES))
+    serve(monkeypatch, f"{address}/b.jsonl", LINES)
+    first = sets.fetch("own", tmp_path, str(folder / "b.jsonl.gz"))
+    with pytest.raises(DataError, match="own is in .*/own.jsonl.gz already; remove that to bring another"):
+        sets.fetch("own", tmp_path, str(folder / "b.jsonl"))
+    assert sets.fetch("own", tmp_path, str(folder / "b.jsonl.gz")) == first == sets.find_file(tmp_path, "a/own.jsonl")
+
+
 def test_a_set_of_several_files_is_a_folder_that_is_there_whole_or_not_at_all(server, tmp_path, monkeypatch):
     address, folder = server
     (folder / "many" / "x").mkdir(parents=True)
@@ -108,11 +120,15 @@ def test_a_set_of_several_files_is_a_folder_that_is_there_whole_or_not_at_all(se
     with pytest.raises(DataError, match="own cannot be fetched from http.*/many/gone.csv"):
         sets.fetch("own", tmp_path / "wrong")
     assert list((tmp_path / "wrong" / "own").iterdir()) == []
+    with pytest.raises(DataError, match="own cannot be taken from .*/many, which has no gone.csv; give a folder that"):
+        sets.fetch("own", tmp_path / "wrong", str(folder / "many"))
+    assert list((tmp_path / "wrong" / "own").iterdir()) == []
+    monkeypatch.setitem(sets.SETS, "own", several)
     assert (sets.fetch("own", tmp_path / "mine", str(folder / "many")) / "x" / "train.csv").read_bytes() == b"one"
-    with pytest.raises(DataError, match="own is in .*many already; remove that folder to bring another"):
+    with pytest.raises(DataError, match="own is in .*many already; remove that to bring another"):
         sets.fetch("own", tmp_path / "mine", str(folder / "many"))
     with pytest.raises(
-        DataError, match="own cannot be taken from /nowhere .*; give a folder with test.csv and the like"
+        DataError, match="own cannot be taken from /nowhere .*; give a folder with x/train.csv and the like"
     ):
         sets.fetch("own", tmp_path / "other", "/nowhere")
 

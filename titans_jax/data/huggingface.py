@@ -1,8 +1,9 @@
 """Hugging Face datasets on disk: the parquet or arrow files of a folder, by pyarrow.
 
 The extra `titans-jax[huggingface]` installs pyarrow. `datasets` downloads such folders, and `save_to_disk` writes them.
-Files whose names begin with "validation" are the validation documents, those with "test" are left out; where there are
-none, some documents are held out as from any source. Rows have random access: in an arrow file each row is read from
+Files whose names begin with "validation" are the validation documents, unless `data.validation_path` has others, and
+those with "test" are left out; where there are none, some documents are held out as from any source. Copies that
+`Dataset.map` leaves in a folder (cache-*.arrow) are not read. Rows have random access: in an arrow file each row is read from
 the memory-mapped file, in a parquet file with the whole group of rows that it is in.
 """
 
@@ -32,10 +33,11 @@ def _parquet_rows(config: DataConfig, split: Split) -> Documents:
         raise DataError("data.source='parquet' needs pyarrow: pip install 'titans-jax[huggingface]'") from error
 
     files, of_split = files_of_split(config, split, SUFFIXES)
-    if not of_split:
+    files = [file for file in files if not file.name.startswith("cache-")]
+    if not of_split or split == "train":
         # As `datasets` names files: validation-00000-of-00001.parquet, or validation/data-00000-of-00001.arrow.
         named = {file: _named(file, Path(config.path).expanduser()) for file in files}
-        of_split = "validation" in named.values()
+        of_split = of_split or "validation" in named.values()
         files = [file for file in files if named[file] == (split if of_split else "train")]
     places: list[tuple[Path, int, int]] = []  # (file, group of rows, row in it)
     for file in files:

@@ -104,8 +104,8 @@ def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: b
     """Tokenize every document once, part by part; a token takes 2 bytes (4 where the vocabulary exceeds 65,536).
 
     More than `IN_MEMORY` bytes of tokens go to an unnamed temporary file (in TMPDIR), which disappears with the
-    process; each process has its own. Use `prepare` for text that is too large to be tokenized at every start. Empty
-    documents are left out. With `show_progress` a progress bar appears after 2 seconds.
+    process; each process has its own. Use `prepare` for text that is too large to be tokenized at every start.
+    Documents without tokens are left out. With `show_progress` a progress bar appears after 2 seconds.
 
     Raises:
       DataError: the file cannot be written.
@@ -128,18 +128,19 @@ def tokenize(documents: Sequence[str], tokenizer: Tokenizer, *, show_progress: b
 
             write(separator)
             for index in range(len(documents)):
-                before = num_tokens
+                before, size = num_tokens, 0
                 for preceding, text in stretches(parts_of(documents, index)):
                     tokens = encode_after(tokenizer, preceding, text).astype(dtype)
                     write(tokens)
                     num_tokens += len(tokens)
-                    num_bytes += count_utf8(text)
+                    size += count_utf8(text)
                     if not progress.live.is_started and time.monotonic() - start > 2:
                         progress.start()
                 if num_tokens > before:
                     write(separator)
                     places.append(num_tokens)
                     num_tokens += 1
+                    num_bytes += size
                 progress.update(task, completed=index + 1)
                 if not progress.live.is_started and time.monotonic() - start > 2:
                     progress.start()

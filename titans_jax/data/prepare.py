@@ -257,24 +257,32 @@ def write_shard(folder: str, tokenizer: Tokenizer, settings: dict[str, Any], por
 def _corpus(portion: Portion, tokenizer: Tokenizer) -> tuple[Corpus, int]:
     """A portion's tokens, and how many documents end in it.
 
-    A document that began in an earlier portion starts with the last token of that portion. A document that goes on in a
-    later portion has no separator after it: its last token here is only a target, and there it is the first input.
+    A document that began in an earlier portion starts with the last token of that portion (where the character before
+    the cut is no token, as a line end to some SentencePiece models, with a separator). A document that goes on in a
+    later portion has no separator after it: its last token here is only a target, and there it is the first input. A
+    document without tokens is left out.
     """
     dtype = token_dtype(tokenizer)
     separator = np.array([tokenizer.eos_id], dtype)
     first = portion.texts[0][0]
-    parts = [tokenizer.encode(first)[-1:].astype(dtype) if first else separator]
+    before = tokenizer.encode(first)[-1:].astype(dtype) if first else separator
+    parts = [before if len(before) else separator]
     borders, length, num_bytes = [0], 1, 0
+    begun, size = first != "", 0  # whether the document has tokens; bytes of it that wait for its first token
     for preceding, text, ends in portion.texts:
         parts.append(encode_after(tokenizer, preceding, text).astype(dtype))
-        length += len(parts[-1])
-        num_bytes += count_utf8(text)
-        if ends:
+        length, size = length + len(parts[-1]), size + count_utf8(text)
+        begun = begun or len(parts[-1]) > 0
+        if begun:
+            num_bytes, size = num_bytes + size, 0
+        if begun and ends:
             parts.append(separator)
             borders.append(length)
             length += 1
+        if ends:
+            begun, size = False, 0
     documents = len(borders) - 1
-    if not portion.texts[-1][2]:
+    if begun:  # it goes on in the next portion
         borders.append(length - 1)
     return Corpus(np.concatenate(parts), np.array(borders, np.int64), num_bytes), documents
 

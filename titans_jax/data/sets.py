@@ -219,9 +219,16 @@ def fetch(name: str, folder: Path, path: str | None = None, track: Callable[...,
         raise DataError(
             f"{name} has no address that gives {one.what}: bring it with --path, and it is kept as {target}"
         )
+    source = path or one.address
+    ending = Path(source).suffix if source is not None and not one.parts else ""
+    target = target.with_name(target.name + (ending if ending in PACKED else ""))
+    there = [file for packed in PACKED for file in folder.glob(one.file + packed)]
+    if other := next((file for file in there if file != target or file.is_dir()), None):
+        # Beside another file of the set the new one might not be found, or both be read.
+        raise DataError(f"{name} is in {other} already; remove that to bring another")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as beside:
-        made, source = Path(beside) / "made", path or one.address
+        made = Path(beside) / "made"
         if one.parts:
             _bring_parts(name, one, made, path, track)
         elif source is not None:
@@ -231,10 +238,6 @@ def fetch(name: str, folder: Path, path: str | None = None, track: Callable[...,
             _unpack(name, one, content, made, source)
         else:
             _build(name, one, made, Path(beside))
-        ending = Path(source).suffix if source is not None and not one.parts else ""
-        target = target.with_name(target.name + (ending if ending in PACKED else ""))
-        if target.is_dir():
-            raise DataError(f"{name} is in {target} already; remove that folder to bring another")
         made.replace(target)
     return target
 
@@ -249,6 +252,8 @@ def _bring_parts(name: str, one: DataSet, made: Path, path: str | None, track: C
                 f"{name} cannot be taken from {path} ({error.strerror or error}); give a folder with {one.parts[0]} "
                 "and the like"
             ) from error
+        if missing := [part for part in one.parts if not [*made.glob(f"{part.partition('.')[0]}.*")]]:
+            raise DataError(f"{name} cannot be taken from {path}, which has no {missing[0]}; give a folder that has it")
         return
     files = []
     for part in one.parts:

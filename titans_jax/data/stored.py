@@ -98,13 +98,15 @@ class Index:
         """The counts of a split."""
         shards = self.splits[split]
         digest = hashlib.sha256("".join(shard.fingerprint for shard in shards).encode())
+        num_bytes, num_tokens = (sum(getattr(shard, name) for shard in shards) for name in ("bytes", "tokens"))
         return Statistics(
             num_documents=sum(shard.documents for shard in shards),
-            num_bytes=sum(shard.bytes for shard in shards),
-            num_tokens=sum(shard.tokens for shard in shards),
+            num_bytes=num_bytes,
+            num_tokens=num_tokens,
             num_rows=sum(shard.rows for shard in shards),
             sequence_length=self.settings["sequence_length"],
             fingerprint=digest.hexdigest()[:16],
+            bytes_per_token=num_bytes / max(num_tokens, 1),
         )
 
 
@@ -312,6 +314,8 @@ def parts(config: DataConfig) -> list[tuple[str, float]]:
             weight = -1.0
         if not folder or not 0 < weight < float("inf"):
             raise DataError(f"data.mixture has {each!r}: use FOLDER=WEIGHT with a positive number, such as books=0.3")
+        if os.path.realpath(folder) in [os.path.realpath(other) for other, _ in found]:
+            raise DataError(f"data.mixture has {folder!r} twice: use it once, with the sum of both weights")
         found.append((folder, weight))
     return found
 
@@ -352,7 +356,8 @@ def stored_rows(
     """The rows of a split, those of several folders one after another, and counts over all; raises as `StoredRows`."""
     indexes = open_indexes(config, tokenizer, align)
     rows = [StoredRows(index, split, share.process, share.processes) for index in indexes]
-    return Joined(rows), Statistics.together([index.statistics(split) for index in indexes])
+    weights = [weight for _, weight in parts(config)]
+    return Joined(rows), Statistics.together([index.statistics(split) for index in indexes], weights)
 
 
 @register_source("tokens")
