@@ -103,8 +103,8 @@ class DataConfig:
     """Several folders of `tokens` with weights, FOLDER=WEIGHT. A folder's share of every batch's rows is in proportion
     to its weight, rounded, whatever its size; a folder is repeated when it ends."""
     validation_path: str | None = None
-    """File or folder of the validation documents of `text`, `jsonl` and `parquet`; None: some documents of `path` are held out
-    (`validation_every`)."""
+    """File or folder of the validation documents of `text`, `jsonl` and `parquet`; None: some documents of `path` are
+    held out (`validation_every`)."""
     text_field: str = "text"
     """Name of the text field of `jsonl` and `tfds` records."""
     errors: Literal["strict", "replace"] = "strict"

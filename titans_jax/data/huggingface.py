@@ -3,8 +3,8 @@
 The extra `titans-jax[huggingface]` installs pyarrow. `datasets` downloads such folders, and `save_to_disk` writes them.
 Files whose names begin with "validation" are the validation documents, unless `data.validation_path` has others, and
 those with "test" are left out; where there are none, some documents are held out as from any source. Copies that
-`Dataset.map` leaves in a folder (cache-*.arrow) are not read. Rows have random access: in an arrow file each row is read from
-the memory-mapped file, in a parquet file with the whole group of rows that it is in.
+`Dataset.map` leaves in a folder (cache-*.arrow) are not read. Rows have random access: in an arrow file each row is
+read from the memory-mapped file, in a parquet file with the whole group of rows that it is in.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ It reads the sets of GUE with their train, dev and test parts, scored by Matthew
 accuracy, and sets of GenomicsBenchmarks where their files are at hand. The parameters that are tested are those of the
 epoch that is best on the dev part (or, where there is none, on a held-out tenth of train); HyenaDNA, whose protocol
 Titans follows, takes the epoch that is best on the test part. GUE's parts are used as they are: of the test sequences
-16 of 613 of prom_core_tata, 43 of 5,920 of prom_core_all, 30 of 5,307 of prom_core_notata, 6 of 613 of prom_300_tata and
-1 of 1,000 of tf/1 are in the training part too. With pretrain_steps a model first learns to predict the
-next base of the training sequences. There are 6 symbols, four bases, padding and unknown (HyenaDNA: 12), and 20 epochs
+16 of 613 of prom_core_tata, 43 of 5,920 of prom_core_all, 30 of 5,307 of prom_core_notata, 6 of 613 of prom_300_tata
+and 1 of 1,000 of tf/1 are in the training part too. With pretrain_steps a model first learns to predict the next base
+of the training sequences. There are 6 symbols, four bases, padding and unknown (HyenaDNA: 12), and 20 epochs
 (HyenaDNA: 100). The published numbers in the table are not comparable: for GUE they are DNABERT-2's, which has 117
 million parameters and is pre-trained; for GenomicsBenchmarks they are table 4 of Titans, whose models were pre-trained
 on the human genome.
