@@ -102,6 +102,26 @@ def test_every_field_is_documented():
         ("model", {"hidden_dim": 0}, "model.hidden_dim is 0; use at least 1, or None"),
         ("model", {"memory": MemoryConfig(preset="monetta")}, "model.memory.preset is 'monetta'; use retnet"),
         ("model", {"memory": MemoryConfig(architecture="x")}, "model.memory.architecture is 'x'; use linear, mlp, "),
+        (
+            "model",
+            {"memory": MemoryConfig(preset="yaad", architecture="polynomial_mlp")},
+            "model.memory.channel_retention gives each of model.head_dim 64 key channels a gate, and this memory has ",
+        ),
+        (
+            "model",
+            {"memory": MemoryConfig(architecture="polynomial_mlp", channel_steps="key")},
+            "model.memory.channel_steps gives each of model.head_dim 64 key channels a gate, and this memory has ",
+        ),
+        (
+            "model",
+            {"memory": MemoryConfig(preset="mesa", channel_retention="value")},
+            "model.memory.channel_retention gives each of model.head_dim 64 value channels a gate, and this memory has",
+        ),
+        (
+            "model",
+            {"memory": MemoryConfig(preset="lightning_attention", tie_keys=False, prediction_gate=True)},
+            "model.memory.prediction_gate is True, and without tied keys reads predict nothing; use False",
+        ),
         ("model", {"memory": MemoryConfig(depth=5)}, "model.memory.depth is 5; use 1 to 4"),
         ("model", {"memory": MemoryConfig(max_step_size=float("nan"))}, "max_step_size is nan; use a positive number"),
         ("model", {"memory": MemoryConfig(gate_rank=0)}, "model.memory.gate_rank is 0; use at least 1, or None"),

@@ -47,6 +47,19 @@ def test_a_chunks_step_removes_no_more_than_the_error(momentum):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 16])
+def test_factors_of_channels_count(chunk_size):
+    """The step of the channels with the largest factors, of key and value, is limited as one without factors is."""
+    with jax.enable_x64(True):
+        gates, letter, share, free = gates_of(momentum=False, chunk_size=chunk_size, channel_steps="both")
+        largest = np.max(gates.key_step_size, -1) * np.max(gates.value_step_size, -1)
+        assert np.max(largest) > 1.5
+        most = 1 if chunk_size > 1 else 1 + np.exp(gates.log_retention)
+        taken, wanted = share * largest[..., None], free * largest[..., None]
+        np.testing.assert_allclose(taken, np.minimum(wanted, most), rtol=1e-9)
+        assert np.mean(wanted > most) > 0.1
+
+
 @pytest.mark.parametrize("channel_retention", ["none", "key", "value", "both"])
 def test_token_by_token_no_key_makes_it_larger(channel_retention):
     """a W - theta k k^T W is no longer than W for any unit key, whatever each channel keeps, though steps turn it

@@ -1,5 +1,6 @@
 """Known members of the family, presets, starts, retrieval, and bad input refused in one sentence."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -170,6 +171,24 @@ def retrieve(queries=None, swapped=False):
     return memory.retrieve(TITANS.rule, *(reversed(given) if swapped else given), queries)
 
 
+def started_by(preset=memory.presets.titans, position=0, **fields):
+    """A good read of zeros by Titans, but for a state that another preset or place in a chunk has."""
+    rule = memory.presets.titans(expansion=2)
+    other = preset(**fields)
+    params = memory.init_params(rule, jax.random.key(0), HEAD_DIM)
+    state = memory.init_state(other, memory.init_params(other, jax.random.key(0), HEAD_DIM))
+    return memory.retrieve(rule, params, dataclasses.replace(state, position=position), jnp.zeros((3, HEAD_DIM)))
+
+
+def by_channel(name):
+    """A call with a gate for each of head_dim channels of a memory that has more of them."""
+    rule = dataclasses.replace(memory.presets.titans(), architecture=memory.architectures.polynomial_mlp())
+    params = memory.init_params(rule, jax.random.key(0), HEAD_DIM)
+    tokens = jnp.zeros((3, TIME, HEAD_DIM))
+    gates = dataclasses.replace(memory.Gates(*jnp.zeros((3, TIME))), **{name: jnp.zeros((TIME, HEAD_DIM))})
+    return memory.memorize(rule, params, memory.init_state(rule, params), *tokens, gates)
+
+
 TWO_STEPS = SimpleNamespace(rule=memory.presets.delta_product())
 BAD_INPUT = {
     "form": lambda: call(form="parallel"),
@@ -192,6 +211,15 @@ BAD_INPUT = {
     "queries has shape": lambda: call(queries=jnp.zeros((TIME, 1, HEAD_DIM))),
     r"\[time, 2, head_dim\]; vmap": lambda: call(TWO_STEPS, queries=jnp.zeros((TIME, 3, HEAD_DIM))),
     "mimo_rank is 0": lambda: memory.presets.PRESETS["mamba3_mimo"].make(0),
+    "rule is a function: .* presets.titans": lambda: memory.retrieve(memory.presets.titans, {}, None, jnp.zeros(4)),
+    "queries is a list": lambda: retrieve(queries=[[0.0] * HEAD_DIM]),
+    "queries is a number": lambda: retrieve(queries=jnp.float32(1)),
+    "resets is a list": lambda: call(resets=[True] * TIME),
+    "gates is a dict": lambda: memory.memorize(TITANS.rule, {}, None, *jnp.zeros((3, TIME, HEAD_DIM)), {}),
+    "state.weights has shapes": lambda: started_by(expansion=4),
+    "state.position is -1: it must be 0 to 15": lambda: started_by(expansion=2, position=-1),
+    "gates.log_key_retention is given: .* key channels": lambda: by_channel("log_key_retention"),
+    "gates.key_step_size is given: .* key channels": lambda: by_channel("key_step_size"),
     "keys": lambda: call(keys=jnp.zeros((TIME, HEAD_DIM + 1))),
     "values": lambda: call(values=jnp.zeros((TIME - 1, HEAD_DIM))),
 }

@@ -1,5 +1,6 @@
 """MAC: its attention as a kernel, and what its memory is given."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,8 +12,9 @@ from flax import nnx
 from test_packed_documents import assert_documents_alone, pack
 
 from tests.slopes import assert_slope_is_the_difference
+from titans_jax.config import ConfigError, memory_rule
 from titans_jax.layers.attention.segment_pallas import fused_segment_attention
-from titans_jax.models import granularity, mac, without_writes
+from titans_jax.models import check_model, granularity, mac, without_writes
 
 
 @pytest.mark.slow
@@ -122,3 +124,13 @@ def test_long_term_tokens_by_the_attention_s_kernel(monkeypatch):
     for a, b in zip(jax.tree.leaves(program()), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-4 * np.abs(b).max())
     assert seen == [[size] * 3 + [6, 6] for size in (small.SEGMENT, 13 % small.SEGMENT)]
+
+
+def test_segments_hold_whole_chunks_of_a_preset_with_chunks_of_its_own(monkeypatch):
+    """Where the memory's chunk is not that of the configuration, the two would part at a segment's start."""
+    monkeypatch.setattr(mac, "memory_rule", lambda config: dataclasses.replace(memory_rule(config), chunk_size=8))
+    model = small.config("mac")
+    model = dataclasses.replace(model, segment=12, memory=dataclasses.replace(model.memory, chunk_size=4))
+    with pytest.raises(ConfigError, match="^model.segment is 12; use a multiple of model.memory.chunk_size 8, such as"):
+        check_model(model)
+    check_model(dataclasses.replace(model, segment=16))

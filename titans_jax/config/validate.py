@@ -23,10 +23,14 @@ from titans_jax.config import (
     check_levels,
     did_you_mean,
     gate_choices,
+    gates_predictions,
     import_extensions,
     leaves,
     local_memories,
     memory_rule,
+    projects_skip,
+    skips_values,
+    ties_keys,
 )
 
 
@@ -158,12 +162,21 @@ def _validate_model(model: ModelConfig) -> None:
     if model.head_dim % 2:
         raise ConfigError(f"model.head_dim is {model.head_dim}; use an even number, for the rotary embedding")
     try:
-        memory_rule(model.memory).shapes(model.head_dim)
+        shapes = memory_rule(model.memory).shapes(model.head_dim)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"model.memory.architecture: {str(error).rstrip('.')}") from error
-    if gate_choices(model.memory).rotated_keys and model.head_dim < 4:
+    gates = gate_choices(model.memory)
+    for side, gate, channels in (("key", gates.key, shapes[0][0]), ("value", gates.value, shapes[-1][1])):
+        if channels != model.head_dim and (gate or side in gates.step_sides):
+            raise ConfigError(
+                f"model.memory.{'channel_retention' if gate else 'channel_steps'} gives each of model.head_dim "
+                f"{model.head_dim} {side} channels a gate, and this memory has {channels} of them; use none"
+            )
+    for decided in (ties_keys, skips_values, projects_skip, gates_predictions):
+        decided(model.memory)  # refuse what contradicts
+    if gates.rotated_keys and model.head_dim < 4:
         raise ConfigError(
             f"model.head_dim is {model.head_dim}; use 4 or more, as {model.memory.preset} turns pairs of a half of its "
             "channels"

@@ -226,6 +226,8 @@ class MemoryGates(nnx.Module):
             share, most = error_share(self.config, gates.step_size), 1 + least_kept(gates)
         else:
             share, most = self.error_shares(gates)[..., None], 1
+        for factors in (gates.key_step_size, gates.value_step_size):  # of channels: the largest counts
+            share = share if factors is None else share * jnp.max(factors, axis=-1, keepdims=True)
         return dataclasses.replace(gates, step_size=gates.step_size * most / jnp.maximum(share, most))
 
     def constant(self, gate: ConstantGate, shape: tuple[int, ...]) -> jax.Array:

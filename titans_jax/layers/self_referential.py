@@ -85,6 +85,14 @@ def check_rule(config: ModelConfig) -> None:
     gates = (choices.retention_gate, choices.step_size_gate)
     alone = all(isinstance(gate, LearnedGate) for gate in gates) and choices.bounded
     by_channel = choices.channel_logits(rule) or choices.keys != "projected" or choices.preconditioned
+    if config.memory.local_chunks:
+        raise ConfigError(
+            f"model.memory.local_chunks is {config.memory.local_chunks}, which hope does not do, as its memories make "
+            "one another's inputs; use (), or a pattern of lmm, mag, mal or retrofit"
+        )
+    for name in ("tie_keys", "value_skip", "skip_projection", "prediction_gate", "normalize_values"):
+        if getattr(config.memory, name):
+            raise ConfigError(f"model.memory.{name} is True, which hope does not do; use None")
     if not plain or not alone or by_channel or choices.corrected_queries or config.memory.caching is not None:
         raise ConfigError(
             f"model.memory.preset is {config.memory.preset}, whose memories need more than a key, a value, a step size "

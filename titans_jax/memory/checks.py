@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import MemoryInputs
+from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params
 
@@ -15,11 +17,20 @@ from titans_jax.memory.state import MemoryState, Params
 def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> None:
     """Raises ValueError where queries are not those of a memory with these params, or params and state are not what
     `init_params` and `init_state` make."""
+    if not isinstance(rule, MemoryRule):
+        raise ValueError(
+            f"rule is a {type(rule).__name__}: it must be a MemoryRule, as a preset makes it when it is called: "
+            "presets.titans()."
+        )
     if not isinstance(params, Mapping) or not isinstance(state, MemoryState):
         raise ValueError(
             f"params is a {type(params).__name__} and state a {type(state).__name__}: they must be what "
             "init_params(rule, key, head_dim) and init_state(rule, params) make, in this order."
         )
+    _check_arrays(queries=queries)
+    if "weights" not in params or queries.ndim < 1:
+        what = f"params has {sorted(params)}" if queries.ndim else "queries is a number"
+        raise ValueError(f"{what}: give what init_params(rule, key, head_dim) makes, and queries [..., head_dim].")
     if not jnp.issubdtype(queries.dtype, jnp.floating):
         raise ValueError(f"queries is {queries.dtype}: it must be float32, bfloat16 or float64.")
     head_dim = queries.shape[-1]
@@ -29,12 +40,31 @@ def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries:
             f"queries has head_dim {head_dim} and params['weights'] has shapes {shapes}: {rule.architecture} needs "
             f"weights of shapes {expected} for it."
         )
+    carried = tuple(w.shape for w in state.weights)
+    if carried != expected:
+        raise ValueError(
+            f"state.weights has shapes {carried}: {rule.architecture} needs {expected}, as in a state made by "
+            "init_state(rule, params) for one head; vmap over all else."
+        )
+    if isinstance(state.position, int) and not 0 <= state.position < rule.chunk_size:
+        raise ValueError(f"state.position is {state.position}: it must be 0 to {rule.chunk_size - 1}.")
+
+
+def _check_arrays(**arrays: object) -> None:
+    for name, x in arrays.items():
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            raise ValueError(f"{name} is a {type(x).__name__}: it must be an array.")
 
 
 def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryInputs) -> None:
     """Raises ValueError, naming the first argument that does not fit the others."""
     queries, gates = inputs.queries, inputs.gates
-    steps = rule.algorithm.steps
+    if not isinstance(gates, Gates):
+        raise ValueError(f"gates is a {type(gates).__name__}: it must be Gates, such as Gates.from_values(...) makes.")
+    given = {f"gates.{each.name}": getattr(gates, each.name) for each in dataclasses.fields(gates)}
+    given |= {"queries": queries, "keys": inputs.keys, "values": inputs.values, "resets": inputs.resets}
+    _check_arrays(**{name: x for name, x in given.items() if x is not None})
+    steps = rule.algorithm.steps if isinstance(rule, MemoryRule) else 1  # what else it may be is refused below
     if queries.ndim != 2 and (steps == 1 or queries.ndim != 3 or queries.shape[1] != steps):
         raise ValueError(
             f"queries has shape {queries.shape}: one head takes [time, head_dim]"
@@ -99,6 +129,13 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
             raise ValueError(
                 f"gates.{name} has shape {x.shape}: it must be {' or '.join(map(str, dict.fromkeys(allowed)))}."
             )
+    for side, channels in (("key", expected[0][0]), ("value", expected[-1][1])):
+        for name in (f"log_{side}_retention", f"{side}_step_size"):
+            if channels != head_dim and getattr(gates, name) is not None:
+                raise ValueError(
+                    f"gates.{name} is given: {rule.architecture} has a memory of {channels} {side} channels, not of "
+                    f"head_dim {head_dim}; use None."
+                )
     if gates.bias_gate is not None and not rule.bias.takes_gate:
         raise ValueError(f"gates.bias_gate is given: {rule.bias} takes none; use None.")
     if gates.erase is not None and not (rule.architecture.linear and rule.algorithm.descends):

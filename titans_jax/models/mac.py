@@ -211,7 +211,7 @@ class MAC(Block):
                 f"model.memory.mimo_rank is {rank}, and mac's attention takes one read of the memory for every token; "
                 "use 1, or a pattern of lmm, mag, mal or retrofit"
             )
-        chunk_size = config.memory.chunk_size
+        chunk_size = memory_rule(config.memory).chunk_size  # a preset may have one of its own
         if config.segment % chunk_size:
             below = max(config.segment // chunk_size, 1) * chunk_size
             raise ConfigError(
