@@ -87,14 +87,15 @@ def parse_type(text: str) -> Slice:
     prefix, _, count = text.lower().rpartition("-")
     aliases = {"v5e": "v5litepod", "v5lite": "v5litepod", "v6": "v6e", "v7x": "tpu7x", "tpu-v7x": "tpu7x"}
     prefixes = {generation.prefix: generation for generation in GENERATIONS}
-    if prefix in prefixes and text == text.lower() and count.isdigit():
+    numbered = re.fullmatch("[1-9][0-9]*", count)
+    if prefix in prefixes and text == text.lower() and numbered:
         generation = prefixes[prefix]
         chips, rest = divmod(int(count), generation.cores_per_chip)
         if not rest and chips in generation.sizes:
             return Slice(text, generation, chips)
     near = aliases.get(prefix) or next(iter(difflib.get_close_matches(prefix or text.lower(), prefixes, 1, 0.3)), "v6e")
     generation = prefixes[near]
-    wanted = int(count) / generation.cores_per_chip if count.isdigit() else 8
+    wanted = int(count) / generation.cores_per_chip if numbered else 8
     chips = min(generation.sizes, key=lambda size: abs(size - wanted))
     runtime = f"runtime version {generation.runtime}" if generation.runtime else "on GKE, launch/xpk.py"
     raise LaunchError(
@@ -170,10 +171,10 @@ _EXAMPLES = {
 _PATTERNS = {
     "name": (r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?", "at most 39 lower-case letters, digits and hyphens, a letter first"),
     "project": (r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]", "the project's id, not its name or number"),
-    "zone": (r"[a-z]+-[a-z]+[0-9]+-[a-z]", "a zone, which ends in a letter"),
+    "zone": (r"[a-z]+-[a-z]+[0-9]+-([a-z]|ai[0-9]+[a-z])", "a zone, which ends in a letter"),
     "bucket": (r"[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9]", "the bucket's name alone, without a folder"),
     "cluster": (r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "at most 40 lower-case letters, digits and hyphens"),
-    "image": (r"[a-z0-9][-a-z0-9./_]*/[-a-z0-9._]+(:[-\w.]+)?", "a registry path"),
+    "image": (r"[a-z0-9][-a-z0-9._]*(:[0-9]+)?(/[-a-z0-9._]+)+(:[-\w.]+)?", "a registry path"),
 }
 
 
@@ -197,7 +198,8 @@ def _check_training(train: list[str]) -> None:
         raise LaunchError("training.run_dir is set by the launcher, to runs/NAME in the bucket; use --name for another")
     config, file = train[0], config_file(train)
     if file is not None:
-        if not (CHECKOUT / file).is_file() or CHECKOUT not in (CHECKOUT / file).resolve().parents:
+        inside = not Path(file).is_absolute() and CHECKOUT in (CHECKOUT / file).resolve().parents
+        if not inside or not (CHECKOUT / file).is_file():
             raise LaunchError(f"there is no {file} in {CHECKOUT}; use the path of a file inside it, relative to it")
     elif config not in (names := shipped_names()):
         near = difflib.get_close_matches(config, names, n=1, cutoff=0)
@@ -303,26 +305,38 @@ def preflight(commands: Commands, options: argparse.Namespace, train: list[str])
 
 
 def _data_fields(commands: Commands, options: argparse.Namespace, train: list[str]) -> dict[str, str]:
-    """The files and folders that training will read, by the fields that name them; none in a dry run."""
+    """The files and folders that training will read, by the fields that name them (those of data.mixture each with its
+    part); none in a dry run."""
     found = commands.ask("titans", "configs", *training(options, train))
     if found.returncode:
         raise LaunchError(last_line(found.stderr).removeprefix("titans: "))
-    data = json.loads(found.stdout)["data"] if not commands.dry_run else {"source": "python", "tokenizer": "byte"}
+    if commands.dry_run:
+        return {}
+    config = json.loads(found.stdout)
+    data, run = config["data"], config.get("training", {})
     if data["source"] != "python" and data["path"] is None and not data.get("mixture"):
         raise LaunchError(
             f"data.path is None, but data.source is {data['source']}; put the text into gs://{options.bucket} and give "
             f"its place, such as --data.path {MOUNT}/data/text"
         )
     names = ["path", "validation_path", *["tokenizer"] * (data["tokenizer"] != "byte")]
-    return {f"data.{name}": data[name] for name in names if data.get(name) is not None}
+    places = {f"data.{name}": data[name] for name in names if data.get(name) is not None}
+    places |= {f"data.mixture {each}": each.rpartition("=")[0] for each in data.get("mixture") or ()}
+    if run.get("init_from") is not None:
+        places["training.init_from"] = run["init_from"]
+    if run.get("evaluate_tasks"):
+        places["training.evaluate_data"] = run["evaluate_data"]
+    return places
 
 
 def _check_places(data: dict[str, str]) -> None:
     for field, path in data.items():
-        if not path.startswith(MOUNT + "/"):
+        if not path.startswith(MOUNT + "/") or ".." in Path(path).parts:
+            name, _, mixed = field.partition(" ")
+            weight = f"={mixed.rpartition('=')[2]}" if mixed else ""
             raise LaunchError(
-                f"{field} is {path!r}, which the machines do not have; copy it into the bucket and give --{field} "
-                f"{MOUNT}/data/{Path(path).name}"
+                f"{name} is {path!r}, which the machines do not have; copy it into the bucket and give --{name} "
+                f"{MOUNT}/data/{Path(path).name}{weight}"
             )
 
 

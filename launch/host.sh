@@ -46,7 +46,7 @@ setup() {
   # The system's Python is older than 3.11.
   python3 -m pip install --quiet --user uv
   python3 -m uv venv --quiet --allow-existing --python 3.12 "$checkout/.venv"
-  python3 -m uv pip install --quiet --python "$checkout/.venv" "${checkout}[tpu]"
+  python3 -m uv pip install --quiet --python "$checkout/.venv" "${checkout}[tpu,huggingface,wandb]"
 }
 
 # Also while it saves after SIGTERM. A unit that has ended is failed, or active with nothing running.

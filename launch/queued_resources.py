@@ -329,6 +329,10 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--retries", type=int, default=5, help="of one failure without a new checkpoint in between")
     parser.add_argument("--poll", type=float, default=30, help="seconds between looks; up to four times as many later")
     options, train = common.parse(parser, arguments)
+    if not 0 < options.poll <= 3600:
+        raise LaunchError(f"--poll is {options.poll}; use a number of seconds up to 3600")
+    if options.retries < 0:
+        raise LaunchError(f"--retries is {options.retries}; use at least 0")
     commands = Commands(options.dry_run)
     watch = Watch(options, train, commands)
     common.preflight(commands, options, train)

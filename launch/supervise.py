@@ -49,10 +49,17 @@ def finished(run_dir: Path) -> bool:
 def supervise(command: list[str], run_dir: Path) -> int:
     """Run the command, pass SIGTERM and SIGINT on to it, and return the exit code that the module describes."""
     compiled = {"JAX_COMPILATION_CACHE_DIR": str(run_dir.absolute().parent / "compiled")}
-    process = subprocess.Popen(command, env=compiled | os.environ)
+    process, passed = subprocess.Popen(command, env=compiled | os.environ), []
+
+    def pass_on(received: int, _: object) -> None:
+        passed.append(received)
+        process.send_signal(received)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: process.send_signal(received))
+        signal.signal(number, pass_on)
     code = process.wait()
+    if -code in passed:  # before training began to listen for it, so there was nothing to save
+        return STOPPED
     if code:
         return code if code > 0 else 128 - code
     return 0 if finished(run_dir) else STOPPED

@@ -53,10 +53,13 @@ def run(arguments: Sequence[str]) -> int:
 def create(commands: Commands, options: argparse.Namespace) -> None:
     """Create the VM unless it is there."""
     commands.note("unless it is there")
-    found = commands.ask(*gcloud(options, "describe", "--format", "value(acceleratorType)"))
-    kind = found.stdout.strip().rpartition("/")[2]
+    found = commands.ask(*gcloud(options, "describe", "--format", "value(acceleratorType,state)"))
+    kind, _, state = found.stdout.strip().rpartition("/")[2].partition("\t")
     if found.returncode == 0 and kind and kind != options.type:
         raise LaunchError(f"--type is {options.type}, but {options.name} is a {kind}; use {kind}, or another --name")
+    if state in ("PREEMPTED", "TERMINATED", "STOPPED"):
+        delete = shlex.join(gcloud(options, "delete", "--quiet"))
+        raise LaunchError(f"{options.name} is {state}; delete it, with {delete}, and run this again")
     if found.returncode and "NOT_FOUND" not in found.stderr:
         raise LaunchError(f"gcloud could not describe {options.name}: {common.last_line(found.stderr)}")
     if found.returncode or options.dry_run:

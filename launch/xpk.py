@@ -40,6 +40,8 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--storage", default="titans", help="the bucket as attached by xpk storage attach")
     parser.add_argument("--restarts", type=int, default=50, help="after preemptions and lost hosts")
     options, train = common.parse(parser, arguments)
+    if options.restarts < 0:
+        raise LaunchError(f"--restarts is {options.restarts}; use at least 0")
     file = common.config_file(train)
     if file is not None and CHECKOUT / "configs" not in (CHECKOUT / file).resolve().parents:
         raise LaunchError(f"{file} is not in the image; put the file into configs/")

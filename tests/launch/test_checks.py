@@ -83,6 +83,7 @@ def test_an_unknown_type_names_the_nearest(name, nearest):
         ([*OPTIONS, *TRAIN], "--type is missing; for example --type v6e-8"),
         ([*GOOD, "--name", "Titans_1", *TRAIN], "--name is 'Titans_1'; use at most 39 lower-case letters, digits and"),
         ([*GOOD, "--name", "t" * 40, *TRAIN], "use at most 39 lower-case letters"),
+        ([*GOOD, "--", str(CHECKOUT / "configs/quickstart.py")], "use the path of a file inside it, relative to it"),
         ([*GOOD, "--zone", "us-east5", *TRAIN], "--zone is 'us-east5'; use a zone, which ends in a letter, such as us"),
         ([*GOOD, "--project", "My Project", *TRAIN], "--project is 'My Project'; use the project's id, not its name"),
         ([*GOOD, "--bucket", "gs://b-1/runs", *TRAIN], "--bucket is 'b-1/runs'; use the bucket's name alone"),
@@ -118,6 +119,7 @@ def test_a_configuration_that_does_not_fit_ends_before_gcloud(launcher):
         ({"path": None}, "data.path is None, but data.source is jsonl; put the text into gs://my-bucket and give its"),
         ({"path": "text/"}, "data.path is 'text/', which the machines do not have; copy it into the bucket and give"),
         ({"tokenizer": "tokenizer.model"}, "data.tokenizer is 'tokenizer.model', which the machines do not have; copy"),
+        ({"path": "/mnt/titans/../etc"}, "data.path is '/mnt/titans/../etc', which the machines do not have; copy"),
         ({"validation_path": "/v.jsonl"}, "and give --data.validation_path /mnt/titans/data/v.jsonl"),
     ],
 )
@@ -125,6 +127,32 @@ def test_data_that_the_machines_would_not_have_is_refused_before_anything_is_pai
     scenario = [{**CHECKED, "stdout": json.dumps({"data": {**DATA, **data}}) + "\n"}]
     end = launcher("queued_resources.py", [*GOOD, *TRAIN], scenario)
     assert end.code == 2 and message in end.err and len(end.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"init_from": "runs/a"},
+            "training.init_from is 'runs/a', which the machines do not have; copy it into the buc",
+        ),
+        (
+            {"evaluate_tasks": ["niah"], "evaluate_data": "data"},
+            "training.evaluate_data is 'data', which the machines ",
+        ),
+    ],
+)
+def test_other_folders_that_the_machines_would_not_have_are_refused(launcher, fields, message):
+    scenario = [{**CHECKED, "stdout": json.dumps({"data": DATA, "training": fields}) + "\n"}]
+    end = launcher("queued_resources.py", [*GOOD, *TRAIN], scenario)
+    assert end.code == 2 and message in end.err and len(end.asked) == 1
+
+
+def test_every_folder_of_a_mixture_must_be_in_the_bucket(launcher):
+    data = {**DATA, "source": "tokens", "path": None, "mixture": ["/mnt/titans/a=1", "/home/me/b=0.5"]}
+    end = launcher("queued_resources.py", [*GOOD, *TRAIN], [{**CHECKED, "stdout": json.dumps({"data": data}) + "\n"}])
+    assert end.code == 2 and len(end.asked) == 1
+    assert "data.mixture is '/home/me/b', which" in end.err and "--data.mixture /mnt/titans/data/b=0.5" in end.err
 
 
 def test_data_that_is_not_in_the_bucket_is_refused(launcher):

@@ -228,6 +228,19 @@ def test_supervise_hands_sigterm_on_as_in_a_container(host):
     assert process.returncode == 42 and out == "stopped 1\n"
 
 
+def test_a_stop_before_training_listens_for_it_is_a_stop(tmp_path):
+    """Then SIGTERM ends the process, and a watch must not take that for a failure."""
+    tell = "import time; print('up', flush=True); time.sleep(60)"
+    command = [sys.executable, str(CHECKOUT / "launch" / "supervise.py"), sys.executable, "-c", tell]
+    with subprocess.Popen(
+        [*command, "--training.run_dir", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+    assert process.returncode == supervise.STOPPED
+
+
 @pytest.mark.parametrize("own", [None, "/elsewhere"])
 def test_supervise_keeps_compiled_programs_beside_the_runs(tmp_path, monkeypatch, own):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)

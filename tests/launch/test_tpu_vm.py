@@ -53,6 +53,14 @@ def test_a_vm_that_is_there_is_used(launcher):
     assert end.code == 2 and "--type is v6e-16, but titans-1 is a v6e-8; use v6e-8, or another --name" in end.err
 
 
+def test_a_vm_that_was_preempted_is_not_waited_for(launcher):
+    gone = {"expect": f"{VM} describe", "stdout": "v6e-8\tPREEMPTED\n"}
+    end = launch(launcher, "v6e-8", [*PREFLIGHT, *UPLOAD, gone])
+    assert end.code == 2 and "titans-1 is PREEMPTED; delete it, with gcloud compute tpus tpu-vm delete" in end.err
+    ready = {**gone, "stdout": "v6e-8\tREADY\n"}
+    assert launch(launcher, "v6e-8", [*PREFLIGHT, *UPLOAD, ready, *on_hosts("0"), follow(0)]).code == 0
+
+
 @pytest.mark.parametrize("code, ends", [(42, 0), (1, 1), (2, 1)])
 def test_the_end_of_training(launcher, code, ends):
     """Stopped and saved is no failure; anything else is."""

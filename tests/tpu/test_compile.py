@@ -222,6 +222,7 @@ def test_the_nearest_that_fits(monkeypatch, remat, rows_that_fit, advice):
         ("--topology v5e:2x3", "there is no topology v5e:2x3; the nearest is v5e:2x2 (v5litepod-4)"),
         ("--topology v5e:2x2 --batch 7", "data.batch_size is 7, cut into 1 by training.gradient_accumulation"),
         ("--topology v5e:2x2 --mesh.fsdp 3", "mesh data=-1, fsdp=3, tensor=1, slice=1 does not fit 4 devices"),
+        ("--topology v5e:2x2 --mesh.slice 3", "mesh.slice is 3, and --slices 1; leave mesh.slice out"),
         ("--topology v5e:2x2 --mesh.tensor 4", "model.num_heads is 2, which mesh.tensor 4 does not divide; use"),
         ("--mesh.topology None", "mesh.topology of big is None; name a slice, such as --topology v5e:2x4"),
         ("--slice 2", "there is no field slice"),

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from titans_jax import sharding
 from titans_jax.config import ConfigError
 from titans_jax.ops.chips import GENERATIONS, peak_flops
 from titans_jax.tpu.topology import describe, find_topology, slice_shapes
@@ -69,3 +70,17 @@ def test_without_libtpu_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"libtpu is not installed.*pip install 'titans-jax\[tpu\]'"):
         describe(find_topology("v5e:2x2"))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, which describes chips, is not installed"
+)
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("name", ["v5litepod-16", "v6e-16", "v6e-256", "v5p-128"])
+def test_axes_of_two_fit_every_torus(name):
+    """Also where they are a part of an axis of the torus."""
+    topology = find_topology(name)
+    for axes in ({"tensor": 2}, {"data": 2}, {"data": 2, "tensor": 2}):
+        mesh = sharding.make_mesh(**{"data": 1, "fsdp": -1} | axes, devices=describe(topology, schedules=False))
+        assert mesh.size == len({device.id for device in mesh.devices.flat}) == topology.chips
+        assert {name: mesh.shape[name] for name in axes} == axes

@@ -103,9 +103,30 @@ def test_what_a_step_takes_is_told_and_compiled_once(tmp_path, caplog):
 def test_a_batch_that_the_mesh_does_not_divide(monkeypatch):
     shape = {"slice": 1, "data": 4, "fsdp": 2, "tensor": 1}
     monkeypatch.setattr(sharding, "make_mesh", lambda *axes: SimpleNamespace(shape=shape))
-    with pytest.raises(ConfigError, match="data.batch_size is 4.* shared by 8 devices .*; use a multiple of 8"):
+    with pytest.raises(ConfigError, match="data.batch_size is 4.* shared by 8 devices .*; use .*a multiple of 8"):
         with loop.use_mesh(tiny_config()):
             pass
+
+
+@pytest.mark.parametrize(
+    "rows, accumulation, fsdp, works",
+    [
+        (128, 8, 64, "use training.gradient_accumulation 2"),
+        (128, 8, 256, "use mesh.tensor 2 and training.gradient_accumulation 1, or a multiple of 2048, such as 2048"),
+        (96, 2, 64, "use a multiple of 128, such as 128"),
+    ],
+)
+def test_what_leaves_the_batch_as_it_is_is_named_first(monkeypatch, rows, accumulation, fsdp, works):
+    shape = {"slice": 1, "data": 1, "fsdp": fsdp, "tensor": 1}
+    monkeypatch.setattr(sharding, "make_mesh", lambda *axes: SimpleNamespace(shape=shape))
+    config = tiny_config(gradient_accumulation=accumulation)
+    config = dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, batch_size=rows),
+        model=dataclasses.replace(config.model, dim=256, num_heads=4, head_dim=64),
+    )
+    with pytest.raises(ConfigError, match=f"{works}$"), loop.use_mesh(config):
+        pass
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax import memory, plots, sharding
-from titans_jax.bench.timing import matmul_peak, median_seconds
+from titans_jax.bench.timing import check_rows, matmul_peak, median_seconds
 from titans_jax.config import MemoryConfig, ModelConfig, gate_choices, memory_rule
 from titans_jax.memory.rule.gate_choices import GateChoices
 from titans_jax.memory.rule.presets import PRESETS
@@ -81,6 +81,7 @@ def main(options: Options) -> None:
     from rich.table import Table
 
     sharding.use_cores(options.batch)
+    check_rows("batch", options.batch)
     console = Console()
     peak = matmul_peak()
     console.print(f"{sharding.machine()}, matmul peak of all cores {peak / 1e9:,.0f} GFLOP/s in float32")

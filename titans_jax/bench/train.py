@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from titans_jax import sharding
-from titans_jax.bench.timing import matmul_peak, median_seconds
-from titans_jax.config import Config, MemoryConfig, ModelConfig, OptimizerConfig
+from titans_jax.bench.timing import check_rows, matmul_peak, median_seconds
+from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.config.validate import validate
 from titans_jax.inference import decode_step, prefill
 from titans_jax.inference.decoding import decoding_parts, decoding_state
@@ -24,6 +24,9 @@ from titans_jax.models import check_model, training_flops_per_token
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import init_model
 from titans_jax.training.step import make_train_step
+
+PIECE = 256
+"""Tokens of a context that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Options:
     repeats: int = 10
     """Training steps timed."""
     contexts: tuple[int, ...] = (256, 1024, 4096)
-    """Tokens read before decoding is timed."""
+    """Tokens read before decoding is timed, multiples of 256."""
     decode_tokens: int = 100
     """Tokens decoded one by one at each context."""
 
@@ -53,6 +56,10 @@ def main(options: Options) -> None:
     validate(Config(model=model))
     check_model(model)
     sharding.use_cores(options.batch_size)
+    check_rows("batch_size", options.batch_size)
+    for context in options.contexts:
+        if context < PIECE or context % PIECE:
+            raise ConfigError(f"contexts has {context}; use multiples of {PIECE}, the tokens that are read at once")
     graphdef, params = init_model(model, seed=0)
     count = sum(x.size for x in jax.tree.leaves(params))
     kinds = " ".join(model.pattern)
@@ -103,10 +110,9 @@ def decoding(graphdef: nnx.GraphDef, params: Any, context: int, longest: int) ->
     step = jax.jit(
         lambda leaves, token, state: decode_step(jax.tree.unflatten(structure, leaves), token, state), donate_argnums=2
     )
-    piece = 256
     state = jax.jit(lambda params: nnx.merge(graphdef, params).init_state(1, longest))(params)
-    for _ in range(-(-context // piece)):
-        state = read(params, np.zeros((1, piece), np.int32), state)
+    for _ in range(context // PIECE):
+        state = read(params, np.zeros((1, PIECE), np.int32), state)
     state, token = jax.jit(decoding_state)(state), jnp.zeros((1,), jnp.int32)
 
     def run() -> jax.Array:

@@ -83,12 +83,14 @@ def make_mesh(
     # Auto, not make_mesh's default Explicit: the compiler places what is not annotated.
     types = (AxisType.Auto,) * len(AXES)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
+    # An axis may be a part of an axis of the torus: 2 of 4 x 4 chips.
+    split = {"allow_split_physical_axes": True}
     if slices == 1:  # slice > 1 here only rehearses the axis, without the network
-        return jax.make_mesh(tuple(sizes), AXES, axis_types=types, devices=devices)
-    if sizes[0] != slices:
+        ordered = mesh_utils.create_device_mesh(sizes, devices, **split)
+    elif sizes[0] != slices:
         raise ValueError(f"mesh slice={sizes[0]} does not fit devices in {slices} slices; use slice={slices}")
-    across = [slices, 1, 1, 1]
-    ordered = mesh_utils.create_hybrid_device_mesh([1, *sizes[1:]], across, devices)
+    else:
+        ordered = mesh_utils.create_hybrid_device_mesh([1, *sizes[1:]], [slices, 1, 1, 1], devices, **split)
     return jax.sharding.Mesh(ordered, AXES, axis_types=types)
 
 

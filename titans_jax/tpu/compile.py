@@ -167,6 +167,8 @@ def compile_step(config: Config, topology: Topology, schedules: bool = True) -> 
       ConfigError: the mesh does not divide the topology's chips, the model or the batch; libtpu is not installed.
       DoesNotFit: a chip has too little memory.
     """
+    if config.mesh.slice not in (1, topology.slices):
+        raise ConfigError(f"mesh.slice is {config.mesh.slice}, and --slices {topology.slices}; leave mesh.slice out")
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, slice=topology.slices))
     mesh = mesh_of(config, describe(topology, schedules))
     started = time.perf_counter()

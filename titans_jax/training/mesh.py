@@ -22,8 +22,8 @@ def mesh_of(config: Config, devices: list[jax.Device] | None = None) -> jax.shar
     axes = config.mesh
     try:
         mesh = sharding.make_mesh(axes.data, axes.fsdp, axes.tensor, axes.slice, devices)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    except (ValueError, NotImplementedError) as error:  # the latter: no way to lay the axes out on the torus
+        raise ConfigError(str(error).splitlines()[0]) from error
     model, shards = config.model, mesh.shape
     _divides("tensor", shards["tensor"], "model.num_heads", model.num_heads)
     _divides("tensor", shards["tensor"], "model.vocab_size", model.vocab_size)
@@ -32,13 +32,26 @@ def mesh_of(config: Config, devices: list[jax.Device] | None = None) -> jax.shar
     accumulation = config.training.gradient_accumulation
     rows = math.prod(shards[axis] for axis in sharding.BATCH)
     if config.data.batch_size % (rows * accumulation):
-        works = max(round(config.data.batch_size / (rows * accumulation)), 1) * rows * accumulation
         raise ConfigError(
             f"data.batch_size is {config.data.batch_size}, cut into {accumulation} by training.gradient_accumulation "
-            f"and shared by {rows} devices (mesh slice x data x fsdp); use a multiple of {rows * accumulation}, such "
-            f"as {works}"
+            f"and shared by {rows} devices (mesh slice x data x fsdp); use "
+            f"{_fitting(config, rows, shards['tensor'])}"
         )
     return mesh
+
+
+def _fitting(config: Config, rows: int, tensor: int) -> str:
+    """What to use where `rows` devices cannot share the rows of a microbatch, in words: what leaves the batch as it is,
+    if there is that, before another batch."""
+    batch, accumulation = config.data.batch_size, config.training.gradient_accumulation
+    if cuts := [cut for cut in range(accumulation, 0, -1) if batch % (rows * cut) == 0]:
+        return f"training.gradient_accumulation {cuts[0]}"
+    works = max(round(batch / (rows * accumulation)), 1) * rows * accumulation
+    larger = f"a multiple of {rows * accumulation}, such as {works}"
+    tensor = tensor * rows // batch
+    if rows % batch or config.model.num_heads % tensor:
+        return larger
+    return f"mesh.tensor {tensor} and training.gradient_accumulation 1, or {larger}"
 
 
 def _divides(axis: str, shards: int, name: str, value: int) -> None:

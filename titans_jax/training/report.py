@@ -30,6 +30,12 @@ class TrainingStopped(TitansError, RuntimeError):
     exit_code = 1
 
 
+class ProcessLost(TrainingStopped):
+    """Another process has died. The exit code is that of jax where it notices first, on which launchers start again."""
+
+    exit_code = 134
+
+
 def require_finite(what: str, value: float, consequence: str) -> None:
     """Raises TrainingStopped where a value is infinite or NaN."""
     if not math.isfinite(value):
