@@ -2,7 +2,8 @@
 """Train on a queued resource of Cloud TPU until the run is finished, through preemptions.
 
     launch/queued_resources.py --name titans-1 --project P --zone us-east5-b --type v6e-256 --bucket B --spot \\
-        -- mac_760m --data.path /mnt/titans/data/fineweb-edu --data.tokenizer /mnt/titans/data/tokenizer.model
+        -- mac_760m --mesh.tensor 2 --training.gradient_accumulation 1 \\
+        --data.path /mnt/titans/data/fineweb-edu --data.tokenizer /mnt/titans/data/tokenizer.model
 
 A queued resource that was preempted is SUSPENDED for good and still uses quota: this program deletes it, asks for it
 again, and runs the same command on the same run folder, which goes on from its latest checkpoint. The program can be

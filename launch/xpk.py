@@ -2,7 +2,8 @@
 """Train on Google Kubernetes Engine through XPK: build the image, push it, submit the workload.
 
     launch/xpk.py --name titans-1 --project P --zone us-east5-b --cluster C --type v6e-256 --bucket B \\
-        --image us-east5-docker.pkg.dev/P/titans/titans-jax:1 -- mac_760m --data.path /mnt/titans/data/fineweb-edu
+        --image us-east5-docker.pkg.dev/P/titans/titans-jax:1 -- mac_760m --mesh.tensor 2 \\
+        --training.gradient_accumulation 1 --data.path /mnt/titans/data/fineweb-edu
 
 Kubernetes restarts a preempted workload; the exit code of `supervise.py` says whether the run is finished. The cluster
 and its bucket storage are created once; launch/README.md has both commands.

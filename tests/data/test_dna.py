@@ -83,3 +83,30 @@ def test_what_is_missing_is_said(tmp_path):
     (tmp_path / "e" / "test.csv").write_text("bases,class\nA,0\n")
     with pytest.raises(DataError, match="use sequence and label"):
         load_dataset("e", str(tmp_path))
+
+
+def test_damage_is_said_and_long_sequences_are_read(tmp_path):
+    write(tmp_path / "a", train=[("A" * 140_000, 0), ("C", 1)], dev=[("A", 1)], test=[("C", 0)])
+    assert load_dataset("a", str(tmp_path)).length == 140_000
+    write(tmp_path / "b", train=[("A", 0), ("C", 1)], test=[("C", 0)])
+    (tmp_path / "b" / "train.csv").write_text("\ufeffsequence,label\nA,0\nC,1\n\n", encoding="utf-8")
+    assert len(load_dataset("b", str(tmp_path)).rows("train")["targets"]) == 1
+    for name, content, words in (
+        ("c", b"sequence,label\nA,0\n", "train.csv has 1 sequence; use 2 or more"),
+        ("d", b"sequence,label\nA,0\nC\n", "train.csv, line 3, has no label; use"),
+    ):
+        write(tmp_path / name, test=[("C", 0)])
+        (tmp_path / name / "train.csv").write_bytes(content)
+        with pytest.raises(DataError, match=words):
+            load_dataset(name, str(tmp_path))
+    write(tmp_path / "e", test=[("C", 0)])
+    (tmp_path / "e" / "train.csv.xz").write_bytes(b"no archive")
+    with pytest.raises(DataError, match="train.csv.xz cannot be read .*: it is damaged"):
+        load_dataset("e", str(tmp_path))
+
+
+def test_the_fingerprint_changes_with_any_label(tmp_path):
+    for name, label in (("a", 0), ("b", 1), ("c", 0)):
+        write(tmp_path / name, train=[("AC", 0), ("GTA", 1)], dev=[("A", label)], test=[("C", 0)])
+    one, other, same = (load_dataset(name, str(tmp_path)).fingerprint for name in ("a", "b", "c"))
+    assert one == same != other

@@ -76,3 +76,16 @@ def test_what_is_no_table_is_refused(tmp_path):
     write(tmp_path / "short.csv", 20)
     with pytest.raises(DataError, match="horizon is 9 and look_back 8; use at most 4 for horizon"):
         load_series("short", str(tmp_path / "short.csv")).windows("test", 8, 9)
+    with pytest.raises(DataError, match="look_back is 20; use at most 13, fewer than the rows that short has to train"):
+        load_series("short", str(tmp_path / "short.csv")).windows("train", 20, 1)
+    (tmp_path / "one.csv").write_text("date\n2020\n")
+    with pytest.raises(DataError, match="which is no table .*: its header has one column"):
+        load_series("one", str(tmp_path / "one.csv"))
+    (tmp_path / "nan.csv").write_text("date,a\n2020,1\n2021,nan\n")
+    with pytest.raises(DataError, match="row 3 has a value that is not finite"):
+        load_series("nan", str(tmp_path / "nan.csv"))
+
+
+def test_a_number_sign_begins_no_comment(tmp_path):
+    (tmp_path / "sign.csv").write_text("date,a#x,b\n#1,1,2\n" + "2020,3,4\n" * 9)
+    assert load_series("sign", str(tmp_path / "sign.csv")).values.shape == (10, 2)

@@ -9,9 +9,9 @@ import pytest
 from tiny_studies import LANGUAGE
 
 from titans_jax import cli
-from titans_jax.config import memory_rule
+from titans_jax.config import ConfigError, ModelConfig, memory_rule
 from titans_jax.data import load_tokenizer
-from titans_jax.studies import STUDIES, run
+from titans_jax.studies import STUDIES, run, tasks
 from titans_jax.studies.language import MODELS, LanguageOptions, LanguageStudy, texts
 from titans_jax.studies.length import LengthOptions, languages
 from titans_jax.studies.tasks import _bytes_per_word, _words_begun
@@ -156,7 +156,6 @@ def test_word_perplexity_is_two_to_the_bits_of_a_word_of_what_is_read():
     by_word = LANGUAGE._by_word(2.0)
     assert by_word["bits_per_byte"] == 2.0
     assert math.log2(by_word["word_perplexity"]) == pytest.approx(2 * num_bytes / words)
-    assert LANGUAGE._by_word(1e4)["word_perplexity"] == math.inf
 
 
 def test_words_that_begin_in_a_row():
@@ -231,3 +230,34 @@ def test_mistakes_end_in_one_sentence(capsys, tmp_path):
         assert cli.main(["study", "language", *arguments.split(), "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"data": dataclasses.replace(LANGUAGE.data, source="tokens")}, "data.source is 'tokens'; use a text, which"),
+        ({"data": dataclasses.replace(LANGUAGE.data, mixture=("a=1",))}, r"data.mixture is \('a=1',\); use a text"),
+        (
+            {"batch_size": 1 << 20},
+            "batch_size is 1048576; use at most .*, the rows of 16 tokens that the training text",
+        ),
+    ],
+)
+def test_texts_that_would_not_be_read_as_they_are_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(LANGUAGE, **fields).check(ModelConfig())
+
+
+def test_a_text_without_blanks_has_no_word_perplexity(monkeypatch):
+    monkeypatch.setattr(tasks, "_bytes_per_word", lambda task: 500.0)
+    assert LANGUAGE._by_word(1.5)["word_perplexity"] == 2.0**750
+    assert LANGUAGE._by_word(3.0) == {"bits_per_byte": 3.0}
+
+
+def test_a_preset_that_no_row_would_have_is_refused():
+    memory = dataclasses.replace(VariantOptions().memory, preset="yaad")
+    with pytest.raises(ConfigError, match="memory.preset is 'yaad'; leave it out"):
+        cells_of("depth", memory=memory)
+    assert len(cells_of("yaad", memory=memory)) == 6
+    with pytest.raises(ConfigError, match="memory.preset is 'yaad'; leave it out"):
+        LanguageStudy().cells(LanguageOptions(quick=True, texts=("python",), memory=memory))

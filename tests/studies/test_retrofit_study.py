@@ -82,6 +82,15 @@ def test_the_memory_alone_is_trained(tmp_path, monkeypatch):
     assert any(not np.array_equal(moved[path], x) for path, x in jax.tree_util.tree_leaves_with_path(begun[0]))
 
 
+def test_tokens_of_the_transformer_count():
+    """A model from the first step and one from a trained Transformer have read as much."""
+    study = STUDIES["retrofit"]()
+    quick = study.defaults(study.options(quick=True))
+    read = {cell.task.steps * cell.task.batch_size * cell.task.sequence_length + cell.task.tokens_before
+            for cell in study.cells(quick)}  # fmt: skip
+    assert len(read) == 1
+
+
 def test_the_quick_version_is_smaller():
     study = STUDIES["retrofit"]()
     default, quick = (study.defaults(RetrofitOptions(quick=quick)) for quick in (False, True))
@@ -94,6 +103,7 @@ def test_the_quick_version_is_smaller():
     [
         ("--presets titan", "there is no preset 'titan' in presets; did you mean titans?"),
         ("--language.before_steps -1", "before_steps is -1; use at least 0"),
+        ("--quick --language.train_only foo", "optimizer.train_only has 'foo', which is in no parameter's path; use"),
         ("--window 0", "window is 0; use at least 1"),
     ],
 )

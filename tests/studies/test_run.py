@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from tiny_studies import RECALL, RECALL_OPTIONS
+from tiny_studies import LANGUAGE, RECALL, RECALL_OPTIONS
 
 from titans_jax import cli
-from titans_jax.studies import STUDIES, Cell, run
+from titans_jax.config import DataConfig
+from titans_jax.studies import STUDIES, Cell, run, tasks
 from titans_jax.studies.models import small_model
 from titans_jax.studies.results import Result, ResultsFile, finite_numbers
 from titans_jax.studies.table import best_of, make_rows, spread
@@ -72,6 +73,24 @@ def test_a_cell_is_identified_by_its_whole_configuration(tmp_path):
         dataclasses.replace(cell(), task=dataclasses.replace(RECALL, learning_rate=1e-4)),
     ):
         assert not file.finished(other)
+
+
+def test_a_cell_is_another_where_its_text_has_changed(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three " * 40)
+    (tmp_path / "b.txt").write_text("four five six " * 40)
+    found = []
+    for word in ("four", "nine"):
+        (tmp_path / "b.txt").write_text(f"{word} five six " * 40)
+        tasks._corpus.cache_clear(), tasks._fingerprint.cache_clear()
+        text = DataConfig(source="text", path=str(tmp_path), packing="stream", sequence_length=16, validation_every=2)
+        found.append(dataclasses.replace(cell(), task=dataclasses.replace(LANGUAGE, data=text)).identity)
+    assert found[0].pop("data") != found[1].pop("data") and found[0] == found[1]
+    assert "data" not in cell().identity
+
+
+def test_seconds_are_those_of_models_that_did_not_fail():
+    (row,) = make_rows([(cell(1), finite(0.5)), (cell(2), Result("failed", 10, 20, error="x"))])
+    assert row.seconds == 0.5
 
 
 def test_a_model_that_two_rows_share_is_trained_once(tmp_path, monkeypatch):

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import csv
 import functools
+import hashlib
 import io
+import lzma
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,6 +45,8 @@ class Dataset:
     name: str
     splits: dict[str, dict[str, np.ndarray]]
     classes: int
+    fingerprint: str
+    """16 hexadecimal digits that change with any sequence and label."""
 
     def rows(self, split: Split) -> dict[str, np.ndarray]:
         """All sequences of a split."""
@@ -58,7 +63,7 @@ def load_dataset(name: str, folder: str) -> Dataset:
     """The dataset in the files of `folder`/`name`, or of `folder`/gue/`name`: .csv or .tsv, also .xz and .gz.
 
     Raises:
-      DataError: the folder, a file or a column is missing, or a sequence is empty.
+      DataError: the folder, a file, a column or a label is missing, a file is damaged, or a sequence is empty.
     """
     places = [Path(folder) / name, Path(folder) / "gue" / name, Path(folder) / "genomic_benchmarks" / name]
     place = next((place for place in places if place.is_dir()), None)
@@ -70,6 +75,10 @@ def load_dataset(name: str, folder: str) -> Dataset:
             raise DataError(f"{place} has no {split} file; add {split}.csv with the columns sequence and label")
     read = {split: _read(file) for split, file in found.items() if file is not None}
     if "validation" not in read:
+        if len(read["train"]) < 2:
+            raise DataError(
+                f"{found['train']} has 1 sequence; use 2 or more, some of which are held out, or add dev.csv"
+            )
         read["train"], read["validation"] = _hold_out(read["train"])
     labels = sorted({label for pairs in read.values() for _, label in pairs})
     number = {label: place for place, label in enumerate(labels)}
@@ -82,7 +91,8 @@ def load_dataset(name: str, folder: str) -> Dataset:
         }
         for split, pairs in read.items()
     }
-    return Dataset(name, splits, len(labels))
+    digest = hashlib.sha256(repr(read).encode("utf-8", "replace"))
+    return Dataset(name, splits, len(labels), digest.hexdigest()[:16])
 
 
 def tokenize(sequence: str, length: int) -> np.ndarray:
@@ -112,14 +122,20 @@ def _file(folder: Path, beginnings: tuple[str, ...]) -> Path | None:
 
 
 def _read(file: Path) -> list[tuple[str, str]]:
-    with UNPACK.get(file.suffix, open)(file, "rb") as stream:
-        text = stream.read().decode("utf-8", "replace")
-    lines = csv.reader(io.StringIO(text), delimiter="\t" if ".tsv" in file.name else ",")
-    header = next(lines, [])
+    try:
+        with UNPACK.get(file.suffix, open)(file, "rb") as stream:
+            text = stream.read().decode("utf-8-sig", "replace")
+        csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))  # one sequence may be the whole file
+        header, *lines = [*csv.reader(io.StringIO(text), delimiter="\t" if ".tsv" in file.name else ",")] or [[]]
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error) as error:
+        raise DataError(f"{file} cannot be read ({error}): it is damaged, fetch it again") from error
     columns = [next((n for n, one in enumerate(header) if one in names), None) for names in COLUMNS]
     if None in columns:
         raise DataError(f"{file} has the columns {header}; use sequence and label")
-    pairs = [(line[columns[0]], line[columns[1]]) for line in lines if len(line) > max(columns)]
+    short = [number for number, line in enumerate(lines, 2) if line and len(line) <= max(columns)]
+    if short:
+        raise DataError(f"{file}, line {short[0]}, has no {header[max(columns)]}; use a sequence and a label a line")
+    pairs = [(line[columns[0]], line[columns[1]]) for line in lines if line]
     if not pairs or not all(sequence for sequence, _ in pairs):
         raise DataError(f"{file} has an empty sequence, or none at all; use one a line")
     return pairs

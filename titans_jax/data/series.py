@@ -11,6 +11,7 @@ validation and test begin a look-back earlier; and every channel has mean 0 and 
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,8 @@ class Series:
     borders: dict[str, tuple[int, int]]
     mean: np.ndarray
     deviation: np.ndarray
+    fingerprint: str
+    """16 hexadecimal digits that change with any value."""
 
     def windows(self, split: Split, look_back: int, horizon: int) -> Windows:
         """Every window of a split, one starting at each row.
@@ -45,6 +48,11 @@ class Series:
         first, end = self.borders[split]
         first = max(first - look_back, 0)
         count = end - first - look_back - horizon + 1
+        if end - first - look_back < 1:
+            raise DataError(
+                f"look_back is {look_back}; use at most {end - first - 1}, fewer than the rows that {self.name} has to "
+                f"{split}"
+            )
         if count < 1:
             raise DataError(
                 f"horizon is {horizon} and look_back {look_back}; use at most {end - first - look_back} for horizon, "
@@ -84,8 +92,15 @@ def load_series(name: str, path: str) -> Series:
         raise DataError(f"path is {path!r}, which is no file; give the folder of {name} with --folder")
     try:
         with np.errstate(all="raise"):
-            columns = len(np.loadtxt(file, str, delimiter=",", max_rows=1, encoding="latin-1"))
-            table = np.loadtxt(file, delimiter=",", skiprows=1, usecols=range(1, columns), encoding="latin-1", ndmin=2)
+            form = {"delimiter": ",", "encoding": "latin-1", "comments": None}
+            columns = len(np.loadtxt(file, str, max_rows=1, ndmin=1, **form))
+            if columns < 2:
+                raise ValueError("its header has one column")
+            table = np.loadtxt(file, skiprows=1, usecols=range(1, columns), ndmin=2, **form)
+            if not np.isfinite(table).all():
+                raise ValueError(
+                    f"row {int(np.argmin(np.isfinite(table).all(axis=1))) + 2} has a value that is not finite"
+                )
     except (ValueError, OSError, EOFError) as error:
         raise DataError(f"path is {path!r}, which is no table of a date and numbers: {str(error)[:120]}") from error
     borders = _borders(name, len(table))
@@ -95,7 +110,8 @@ def load_series(name: str, path: str) -> Series:
         raise DataError(f"path is {path!r}, which has {len(table)} rows; use a table with some to train on")
     mean, deviation = train.mean(axis=0), train.std(axis=0)
     deviation = np.where(deviation == 0, 1.0, deviation)
-    return Series(name, ((table - mean) / deviation).astype(np.float32), borders, mean, deviation)
+    digest = hashlib.sha256(np.ascontiguousarray(table)).hexdigest()[:16]
+    return Series(name, ((table - mean) / deviation).astype(np.float32), borders, mean, deviation, digest)
 
 
 def _borders(name: str, rows: int) -> dict[str, tuple[int, int]]:

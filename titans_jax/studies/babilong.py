@@ -42,7 +42,17 @@ from titans_jax.evaluation.babilong import TASKS
 from titans_jax.models import granularity
 from titans_jax.models.loss import Batch
 from titans_jax.studies import models
-from titans_jax.studies.babilong_rows import FACTS, WORDS, Part, Questions, batch_of, is_exact, questions, tokenizer_of
+from titans_jax.studies.babilong_rows import (
+    FACTS,
+    WORDS,
+    Part,
+    Questions,
+    batch_of,
+    fingerprint,
+    is_exact,
+    questions,
+    tokenizer_of,
+)
 from titans_jax.studies.models import ATTENTION, WINDOW, WITHOUT_MEMORY, one_graph
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row, draw_spreads
@@ -122,6 +132,10 @@ class Babilong(Task):
                 self.of(part).exam(self.segment, 1)
             except ValueError as error:
                 raise ConfigError(f"folder is {self.folder!r}: {error}") from error
+
+    def fingerprint(self) -> str:
+        """See `Task`."""
+        return fingerprint(self.folder, self.question)
 
     def trainings(self) -> list[Task]:
         """See `Task`: one training per stage."""

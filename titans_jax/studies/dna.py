@@ -101,6 +101,15 @@ class Dna(Task):
         if self.pretrain_steps < 0:
             raise ConfigError(f"pretrain_steps is {self.pretrain_steps}; use at least 0")
 
+    def fingerprint(self) -> str:
+        """See `Task`."""
+        return self.dataset.fingerprint
+
+    @property
+    def tokens_before(self) -> int:
+        """See `Task`."""
+        return self.pretrain_steps * self.batch_size * self.sequence_length
+
     def batches(self, seed: int) -> Iterator[Batch]:
         """See `Task`: the training sequences in another order every epoch."""
         rows, generator = self.dataset.rows("train"), np.random.default_rng(seed)
@@ -226,6 +235,8 @@ class DnaStudy(Study):
         at_least_one(options, "models", "data", "epochs", "batch_size", "dim", "depth", "head_dim")
         models.check_presets(options.models, others=(ATTENTION, MAMBA))
         models.check_blocks([options.block])
+        if options.pretrain_epochs < 0:
+            raise ConfigError(f"pretrain_epochs is {options.pretrain_epochs}; use at least 0")
         cells: list[Cell] = []
         for name in dict.fromkeys(options.data):
             count = len(load_dataset(name, options.folder).rows("train")["targets"])

@@ -119,6 +119,10 @@ class Forecast(Task):
         """Steps of one pass over the training windows; a rest of less than a batch is left out."""
         return max(self.windows("train").count // self.batch_size, 1)
 
+    def fingerprint(self) -> str:
+        """See `Task`."""
+        return load_series(self.data, self.path).fingerprint
+
     def batches(self, seed: int) -> Iterator[Batch]:
         """See `Task`."""
         windows, generator = self.windows("train"), np.random.default_rng(seed)

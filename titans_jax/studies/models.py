@@ -44,6 +44,8 @@ def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, me
     """
     if head_dim < 1 or dim % head_dim:
         raise ConfigError(f"head_dim is {head_dim}; use a divisor of dim {dim}")
+    if memory.preset not in (MemoryConfig().preset, preset):
+        raise ConfigError(f"memory.preset is {memory.preset!r}; leave it out, as the rows of this table name presets")
     return ModelConfig(
         pattern=WITHOUT_MEMORY.get(preset, (block,)),
         dim=dim,

@@ -219,7 +219,7 @@ def tasks(options: MqarOptions) -> list[Recall]:
             vocab_size=options.vocab_size, random_fill=options.random_fill,
             validation_sequences=options.validation_sequences, test_sequences=options.test_sequences,
         )
-        for length, pairs in zip(options.sequence_lengths, options.num_pairs, strict=True)
+        for length, pairs in dict.fromkeys(zip(options.sequence_lengths, options.num_pairs, strict=True))
     ]  # fmt: skip
 
 

@@ -54,6 +54,11 @@ class Retrofitted(Language):
         if self.before_steps < 0:
             raise ConfigError(f"before_steps is {self.before_steps}; use at least 0")
 
+    @property
+    def tokens_before(self) -> int:
+        """See `Task`."""
+        return self.before_steps * self.batch_size * self.sequence_length
+
     def batches(self, seed: int) -> Iterator[Batch]:
         """See `Task`: in another order than before."""
         return super().batches(seed + SECOND_ORDER)

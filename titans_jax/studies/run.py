@@ -155,6 +155,7 @@ def run_cell(cell: Cell, after_step: Callable[[], None] = lambda: None) -> Resul
         return Result("failed", **sizes, error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     status = "finite" if finite and all(history.finite for history in histories) else "not finite"
     tokens, seconds = (sum(getattr(history, name) for history in histories) for name in ("tokens", "seconds"))
+    tokens += cell.task.tokens_before
     return Result(status, **sizes, tokens=tokens, seconds=seconds, numbers=numbers)
 
 

@@ -60,7 +60,8 @@ class Cell:
         """Everything that its numbers depend on: cells of the same identity are one cell, even in different studies."""
         task = {"name": self.task.name, **dataclasses.asdict(self.task)}
         parts = {"model": to_dict(self.model), "task": task, "optimizer": to_dict(self.task.optimizer)}
-        return parts | {"seed": self.seed}
+        read = {"data": found} if (found := self.task.fingerprint()) else {}
+        return parts | read | {"seed": self.seed}
 
 
 @dataclass(frozen=True)

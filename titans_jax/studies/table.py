@@ -103,7 +103,7 @@ def make_rows(done: list[tuple[Cell, Result]]) -> list[Row]:
                 parameters=[seeds[0].parameters for seeds in tasks.values()],
                 state_floats=[seeds[0].state_floats for seeds in tasks.values()],
                 tokens=[max(result.tokens for result in seeds) for seeds in tasks.values()],
-                seconds=statistics.fmean(result.seconds for result in results),
+                seconds=statistics.fmean([each.seconds for each in results if each.status != "failed"] or [0.0]),
                 models=len(results),
                 not_finite=sum(result.status == "not finite" for result in results),
                 failed=sum(result.status == "failed" for result in results),

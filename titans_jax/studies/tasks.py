@@ -27,7 +27,7 @@ from titans_jax.models import without_writes
 from titans_jax.models.loss import Batch
 from titans_jax.studies.models import one_graph
 from titans_jax.training.fit import Selection
-from titans_jax.training.run import check_vocabulary
+from titans_jax.training.run import check_train_only, check_vocabulary
 
 Numbers = dict[str, Any]
 """Numbers, or lists of them, by name."""
@@ -70,7 +70,18 @@ class Task:
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; use at least 1")
-        validate(Config(model=self.fit_to(model), optimizer=self.optimizer))
+        config = Config(model=self.fit_to(model), optimizer=self.optimizer)
+        validate(config)
+        check_train_only(config)
+
+    def fingerprint(self) -> str:
+        """Hexadecimal digits that change with the data that the task reads; "" for one that draws its own."""
+        return ""
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens that `start` has trained a model on."""
+        return 0
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """The training batches of a model with this seed, at least `steps` of them."""
@@ -137,6 +148,10 @@ class Language(Task):
     def check(self, model: ModelConfig) -> None:
         """See `Task`."""
         super().check(model)
+        if self.data.source == "tokens" or self.data.mixture:
+            field = "data.mixture" if self.data.mixture else "data.source"
+            value = self.data.mixture or self.data.source
+            raise ConfigError(f"{field} is {value!r}; use a text, which studies cut into rows of their own")
         if self.data.packing != "stream":
             raise ConfigError(f"data.packing is {self.data.packing!r}; use stream, which fits the chunks of any memory")
         config = Config(model=self.fit_to(model), data=self._data(self.sequence_length))
@@ -146,6 +161,12 @@ class Language(Task):
             raise ConfigError(f"evaluation_batches is {self.evaluation_batches}; use at least 1")
         for split in ("train", "validation"):
             self._corpus(split)  # refuses one without text
+        rows = len(self._rows("train", self.sequence_length))
+        if rows < self.batch_size:
+            raise ConfigError(
+                f"batch_size is {self.batch_size}; use at most {rows}, the rows of {self.sequence_length} tokens that "
+                "the training text has"
+            )
         if self.positions < 0 or self.positions % self.sequence_length:
             raise ConfigError(
                 f"positions is {self.positions}; use 0 or a multiple of data.sequence_length {self.sequence_length}"
@@ -157,6 +178,10 @@ class Language(Task):
                     f"positions_rows is {self.positions_rows}; use 1 to {len(self._long_texts(None))}, as many as "
                     f"the held-out text has rows of positions {self.positions}"
                 )
+
+    def fingerprint(self) -> str:
+        """See `Task`."""
+        return _fingerprint(self.data)
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """See `Task`. Every seed has its own order of rows."""
@@ -209,9 +234,11 @@ class Language(Task):
         return words, self._by_word(float(bits / num_bytes))
 
     def _by_word(self, bits_per_byte: float) -> Numbers:
-        """bits_per_byte, and word_perplexity: 2 to the mean bits per word, which count the blanks between words too."""
+        """bits_per_byte, and word_perplexity: 2 to the mean bits per word, which count the blanks between words too;
+        not of words of 1,000 bits or more."""
         bits = bits_per_byte * _bytes_per_word(self)
-        return {"bits_per_byte": bits_per_byte, "word_perplexity": 2.0**bits if bits < 1000 else math.inf}
+        # Text without blanks, such as Chinese, is one word of more bits than a number has room for.
+        return {"bits_per_byte": bits_per_byte} | ({"word_perplexity": 2.0**bits} if bits < 1000 else {})
 
     def _data(self, sequence_length: int) -> DataConfig:
         return dataclasses.replace(self.data, sequence_length=sequence_length, batch_size=self.batch_size)
@@ -287,3 +314,9 @@ def _corpus(config: DataConfig, split: data.Split) -> data.Corpus:
     )
     data.require_text(corpus.num_bytes, split, config)
     return corpus
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(config: DataConfig) -> str:
+    """The fingerprints of both splits."""
+    return " ".join(_corpus(config, split).fingerprint() for split in ("train", "validation"))
