@@ -34,15 +34,7 @@ from titans_jax.training.mesh import batch_sharding, to_devices, use_mesh
 from titans_jax.training.metrics import MetricsWriter, import_wandb, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
-from titans_jax.training.report import (
-    SMALLER,
-    ProcessLost,
-    Report,
-    RunDescription,
-    TrainingStopped,
-    require_finite,
-    say,
-)
+from titans_jax.training.report import SMALLER, Report, RunDescription, TrainingStopped, lost, require_finite, say
 from titans_jax.training.resume import changes, check_same_run
 from titans_jax.training.run import (
     InitialWeights,
@@ -118,11 +110,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
                     raise out_of_memory(error) from error
                 if jax.process_count() == 1:
                     raise
-                which, cause = f"{jax.process_index()} of {jax.process_count()}", str(error).splitlines()[0]
-                raise ProcessLost(
-                    f"process {which} cannot go on ({cause}); if another one has died, what it printed says why; "
-                    "run the same commands again to go on from the last checkpoint"
-                ) from error
+                raise lost(error) from error
 
 
 def check_run(config: Config) -> data.Tokenizer:

@@ -36,6 +36,15 @@ class ProcessLost(TrainingStopped):
     exit_code = 134
 
 
+def lost(error: Exception) -> ProcessLost:
+    """What to raise where an operation over several processes has failed."""
+    cause = str(error).splitlines()[0]
+    return ProcessLost(
+        f"process {jax.process_index()} of {jax.process_count()} cannot go on ({cause}); if another one has died, what "
+        "it printed says why; run the same commands again to go on from the last checkpoint"
+    )
+
+
 def require_finite(what: str, value: float, consequence: str) -> None:
     """Raises TrainingStopped where a value is infinite or NaN."""
     if not math.isfinite(value):
