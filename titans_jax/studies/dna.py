@@ -291,4 +291,5 @@ class DnaStudy(Study):
                     )  # fmt: skip
             axes.set_xticks(range(len(sets)), sets, rotation=20)
             axes.set_ylabel("Matthews' correlation, test part")
+            axes.set_ylim(top=1)  # room for the legend
             axes.legend(fontsize="x-small")
