@@ -41,7 +41,8 @@ titans --version says which version this is.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (cannot go on), 2 (wrong input) or 130 (Ctrl-C)."""
+    """Run one command; returns the exit code: 0, 1 (cannot go on), 2 (wrong input), 130 (Ctrl-C) or 134 (another
+    process has died)."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("--help", "-h"):
         print(USAGE, end="")
