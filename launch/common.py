@@ -346,8 +346,8 @@ def _check_in_bucket(commands: Commands, options: argparse.Namespace, data: dict
         found = commands.ask("gcloud", "storage", "ls", "--project", options.project, address)
         if found.returncode:
             raise LaunchError(
-                f"{field.partition(' ')[0]} is {path!r}, but there is no {address} ({last_line(found.stderr)}); copy it "
-                "there"
+                f"{field.partition(' ')[0]} is {path!r}, but there is no {address} ({last_line(found.stderr)}); copy "
+                "it there"
             )
 
 

@@ -168,7 +168,10 @@ def test_setup_mounts_the_bucket_and_installs_and_once_more_is_harmless(bare_hos
     assert mount.is_dir()
     assert (bare_host.home / "mounted").read_text() == f"--foreground --implicit-dirs my-bucket {mount}\n"
     checkout = bare_host.home / "titans_jax"
-    assert f"-m uv pip install --quiet --python {checkout}/.venv {checkout}[tpu]" in bare_host.python_log()
+    assert (
+        f"-m uv pip install --quiet --python {checkout}/.venv {checkout}[tpu,huggingface,wandb]"
+        in bare_host.python_log()
+    )
 
 
 def test_a_bucket_that_cannot_be_mounted_ends_setup_in_one_sentence(bare_host):
