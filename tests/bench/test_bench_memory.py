@@ -1,11 +1,14 @@
-"""`titans bench memory`: what it times, what it saves, and what it refuses."""
+"""`titans bench memory` and `train`: what they time, what they save, and what they refuse."""
 
 import csv
 
+import jax
 import pytest
 
 from titans_jax import cli
+from titans_jax.bench import timing
 from titans_jax.bench.memory import CASES, LENGTHS, Options, cases
+from titans_jax.config import ConfigError
 from titans_jax.memory.rule.presets import PRESETS
 
 SMALL = "--time 32 --batch 1 --num_heads 1 --head_dim 8 --chunk_size 4 --repeats 1 --output".split()
@@ -47,3 +50,16 @@ def test_unknown_names_are_refused_in_a_sentence(arguments, sentence, capsys):
     assert cli.main(["bench", "memory", *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
+
+
+def test_rows_that_devices_cannot_share_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    timing.check_rows("batch", 16)
+    with pytest.raises(ConfigError, match="^batch is 12; use a multiple of 8, the devices that share the rows$"):
+        timing.check_rows("batch", 12)
+
+
+def test_contexts_that_are_not_read_whole_are_refused(capsys):
+    """A shorter last piece would be read as 256 tokens, and the row be of another context than it says."""
+    assert cli.main(["bench", "train", "--contexts", "256", "300"]) == 2
+    assert "contexts has 300; use multiples of 256, the tokens that are read at once" in capsys.readouterr().err
