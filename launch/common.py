@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MOUNT = "/mnt/titans"
@@ -282,8 +282,8 @@ def preflight(commands: Commands, options: argparse.Namespace, train: list[str])
         bucket would break checkpoints.
     """
     if not options.skip_preflight:
-        data = _data_fields(commands, options, train)
-        _check_places(data)
+        places = _places(commands, options, train)
+        _check_places(places)
         slices = ["--slices", str(options.slices)] if options.slices > 1 else []
         commands.run("titans", "compile", train[0], "--topology", options.type, *slices, *train[1:])
     # --raw: in some versions gcloud's own description of a bucket leaves this field out.
@@ -301,17 +301,25 @@ def preflight(commands: Commands, options: argparse.Namespace, train: list[str])
             f"not at all; use another bucket, made with: {create}"
         )
     if not options.skip_preflight:
-        _check_in_bucket(commands, options, data)
+        _check_in_bucket(commands, options, places)
 
 
-def _data_fields(commands: Commands, options: argparse.Namespace, train: list[str]) -> dict[str, str]:
-    """The files and folders that training will read, by the fields that name them (those of data.mixture each with its
-    part); none in a dry run."""
+class Place(NamedTuple):
+    """A file or folder that training will read, and the field that names it; weight: what follows a folder of
+    data.mixture, such as =0.5."""
+
+    field: str
+    path: str
+    weight: str = ""
+
+
+def _places(commands: Commands, options: argparse.Namespace, train: list[str]) -> list[Place]:
+    """The files and folders that training will read; none in a dry run."""
     found = commands.ask("titans", "configs", *training(options, train))
     if found.returncode:
         raise LaunchError(last_line(found.stderr).removeprefix("titans: "))
     if commands.dry_run:
-        return {}
+        return []
     config = json.loads(found.stdout)
     data, run = config["data"], config.get("training", {})
     if data["source"] != "python" and data["path"] is None and not data.get("mixture"):
@@ -320,34 +328,32 @@ def _data_fields(commands: Commands, options: argparse.Namespace, train: list[st
             f"its place, such as --data.path {MOUNT}/data/text"
         )
     names = ["path", "validation_path", *["tokenizer"] * (data["tokenizer"] != "byte")]
-    places = {f"data.{name}": data[name] for name in names if data.get(name) is not None}
-    places |= {f"data.mixture {each}": each.rpartition("=")[0] for each in data.get("mixture") or ()}
+    places = [Place(f"data.{name}", data[name]) for name in names if data.get(name) is not None]
+    for folder, _, weight in (each.rpartition("=") for each in data.get("mixture") or ()):
+        places.append(Place("data.mixture", folder, f"={weight}"))
     if run.get("init_from") is not None:
-        places["training.init_from"] = run["init_from"]
+        places.append(Place("training.init_from", run["init_from"]))
     if run.get("evaluate_tasks"):
-        places["training.evaluate_data"] = run["evaluate_data"]
+        places.append(Place("training.evaluate_data", run["evaluate_data"]))
     return places
 
 
-def _check_places(data: dict[str, str]) -> None:
-    for field, path in data.items():
+def _check_places(places: list[Place]) -> None:
+    for field, path, weight in places:
         if not path.startswith(MOUNT + "/") or ".." in Path(path).parts:
-            name, _, mixed = field.partition(" ")
-            weight = f"={mixed.rpartition('=')[2]}" if mixed else ""
             raise LaunchError(
-                f"{name} is {path!r}, which the machines do not have; copy it into the bucket and give --{name} "
+                f"{field} is {path!r}, which the machines do not have; copy it into the bucket and give --{field} "
                 f"{MOUNT}/data/{Path(path).name}{weight}"
             )
 
 
-def _check_in_bucket(commands: Commands, options: argparse.Namespace, data: dict[str, str]) -> None:
-    for field, path in data.items():
+def _check_in_bucket(commands: Commands, options: argparse.Namespace, places: list[Place]) -> None:
+    for field, path, _ in places:
         address = f"gs://{options.bucket}{path.removeprefix(MOUNT).rstrip('/')}"
         found = commands.ask("gcloud", "storage", "ls", "--project", options.project, address)
         if found.returncode:
             raise LaunchError(
-                f"{field.partition(' ')[0]} is {path!r}, but there is no {address} ({last_line(found.stderr)}); copy "
-                "it there"
+                f"{field} is {path!r}, but there is no {address} ({last_line(found.stderr)}); copy it there"
             )
 
 

@@ -101,7 +101,7 @@ def test_damage_is_said_and_long_sequences_are_read(tmp_path):
             load_dataset(name, str(tmp_path))
     write(tmp_path / "e", test=[("C", 0)])
     (tmp_path / "e" / "train.csv.xz").write_bytes(b"no archive")
-    with pytest.raises(DataError, match="train.csv.xz cannot be read .*: it is damaged"):
+    with pytest.raises(DataError, match="train.csv.xz cannot be unpacked .*: the file is damaged"):
         load_dataset("e", str(tmp_path))
 
 

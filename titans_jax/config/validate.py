@@ -29,8 +29,6 @@ from titans_jax.config import (
     local_memories,
     memory_rule,
     projects_skip,
-    skips_values,
-    ties_keys,
 )
 
 
@@ -174,8 +172,8 @@ def _validate_model(model: ModelConfig) -> None:
                 f"model.memory.{'channel_retention' if gate else 'channel_steps'} gives each of model.head_dim "
                 f"{model.head_dim} {side} channels a gate, and this memory has {channels} of them; use none"
             )
-    for decided in (ties_keys, skips_values, projects_skip, gates_predictions):
-        decided(model.memory)  # refuse what contradicts
+    for decided in (projects_skip, gates_predictions):  # which ask `skips_values` and `ties_keys`
+        decided(model.memory)
     if gates.rotated_keys and model.head_dim < 4:
         raise ConfigError(
             f"model.head_dim is {model.head_dim}; use 4 or more, as {model.memory.preset} turns pairs of a half of its "

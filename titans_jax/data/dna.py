@@ -13,8 +13,6 @@ import csv
 import functools
 import hashlib
 import io
-import lzma
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from titans_jax.data.errors import DataError
-from titans_jax.data.sources import UNPACK
+from titans_jax.data.sources import open_unpacked
 
 PAD, OTHER, BASES = 0, 5, "ACGT"
 """The padding token; the token of an unknown base (N and all letters but BASES); and the bases of tokens 1 to 4."""
@@ -122,13 +120,13 @@ def _file(folder: Path, beginnings: tuple[str, ...]) -> Path | None:
 
 
 def _read(file: Path) -> list[tuple[str, str]]:
+    with open_unpacked(file) as stream:
+        text = stream.read().decode("utf-8-sig", "replace")
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))  # one sequence may be the whole file
     try:
-        with UNPACK.get(file.suffix, open)(file, "rb") as stream:
-            text = stream.read().decode("utf-8-sig", "replace")
-        csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))  # one sequence may be the whole file
         header, *lines = [*csv.reader(io.StringIO(text), delimiter="\t" if ".tsv" in file.name else ",")] or [[]]
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error) as error:
-        raise DataError(f"{file} cannot be read ({error}): it is damaged, fetch it again") from error
+    except csv.Error as error:
+        raise DataError(f"{file} is no table ({error}); use sequence and label") from error
     columns = [next((n for n, one in enumerate(header) if one in names), None) for names in COLUMNS]
     if None in columns:
         raise DataError(f"{file} has the columns {header}; use sequence and label")

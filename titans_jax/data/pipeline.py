@@ -52,9 +52,8 @@ class Statistics:
     sequence_length: int
     fingerprint: str
     """16 hexadecimal digits that change with any token, and with where a document ends."""
-    bytes_per_token: float
-    """Bits per byte = nats per token / ln 2 / bytes_per_token; exact when the loss is over the whole split. Of a
-    mixture, that of its batches, in which a folder is read as often as its weight says."""
+    mixed_bytes_per_token: float | None = None
+    """Bytes a token in the batches of a mixture, which read a folder as often as its weight says; None without one."""
 
     @classmethod
     def count(cls, corpus: Corpus, rows: Rows) -> "Statistics":
@@ -66,7 +65,6 @@ class Statistics:
             num_rows=len(rows),
             sequence_length=rows.sequence_length,
             fingerprint=corpus.fingerprint(),
-            bytes_per_token=corpus.num_bytes / max(len(corpus.tokens) - 1, 1),
         )
 
     @classmethod
@@ -75,7 +73,7 @@ class Statistics:
         its own."""
         if len(parts) == 1:
             return parts[0]
-        a_row = [weight / max(part.num_rows, 1) for part, weight in zip(parts, weights, strict=True)]
+        a_row = [weight / part.num_rows for part, weight in zip(parts, weights, strict=True)]
         num_bytes, num_tokens = (
             sum(weight * getattr(part, name) for part, weight in zip(parts, a_row, strict=True))
             for name in ("num_bytes", "num_tokens")
@@ -87,8 +85,15 @@ class Statistics:
             num_rows=sum(part.num_rows for part in parts),
             sequence_length=parts[0].sequence_length,
             fingerprint=hashlib.sha256("".join(part.fingerprint for part in parts).encode()).hexdigest()[:16],
-            bytes_per_token=num_bytes / max(num_tokens, 1),
+            mixed_bytes_per_token=num_bytes / num_tokens,
         )
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bits per byte = nats per token / ln 2 / bytes_per_token; exact when the loss is over the whole split."""
+        if self.mixed_bytes_per_token is not None:
+            return self.mixed_bytes_per_token
+        return self.num_bytes / self.num_tokens
 
     @property
     def padding(self) -> float:

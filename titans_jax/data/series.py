@@ -97,10 +97,8 @@ def load_series(name: str, path: str) -> Series:
             if columns < 2:
                 raise ValueError("its header has one column")
             table = np.loadtxt(file, skiprows=1, usecols=range(1, columns), ndmin=2, **form)
-            if not np.isfinite(table).all():
-                raise ValueError(
-                    f"row {int(np.argmin(np.isfinite(table).all(axis=1))) + 2} has a value that is not finite"
-                )
+            if len(wrong := np.flatnonzero(~np.isfinite(table).all(axis=1))):
+                raise ValueError(f"row {wrong[0] + 2} has a value that is not finite")
     except (ValueError, OSError, EOFError) as error:
         raise DataError(f"path is {path!r}, which is no table of a date and numbers: {str(error)[:120]}") from error
     borders = _borders(name, len(table))

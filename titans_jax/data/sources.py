@@ -145,7 +145,7 @@ def _jsonl_records(config: DataConfig, split: Split) -> Documents:
     records: list[tuple[Path, int, int, int] | str] = []  # (file, number of the line, where it starts, its length)
     for file in files:
         offset = 0
-        with _open(file) as lines:
+        with open_unpacked(file) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     place = f"{file}, line {number},"
@@ -346,8 +346,8 @@ def _leads_back(folder: Path) -> bool:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes, unpacked if its name says that it is packed."""
+def open_unpacked(file: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes, unpacked if its name says that it is packed; raises DataError where it is damaged."""
     try:
         with UNPACK.get(file.suffix, open)(file, "rb") as stream:
             yield stream
@@ -356,14 +356,14 @@ def _open(file: Path) -> Iterator[IO[bytes]]:
 
 
 def _read_text(file: Path, errors: str) -> str:
-    with _open(file) as stream:
+    with open_unpacked(file) as stream:
         return decode(stream.read(), str(file), 0, errors)
 
 
 def _read_parts(file: Path, errors: str) -> Iterator[str]:
     """The text of a file of any length, in parts."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    with _open(file) as stream:
+    with open_unpacked(file) as stream:
         offset, part = 0, b"begin"
         while part:
             part, waiting = stream.read(PART), len(decoder.getstate()[0])

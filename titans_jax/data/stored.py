@@ -98,15 +98,13 @@ class Index:
         """The counts of a split."""
         shards = self.splits[split]
         digest = hashlib.sha256("".join(shard.fingerprint for shard in shards).encode())
-        num_bytes, num_tokens = (sum(getattr(shard, name) for shard in shards) for name in ("bytes", "tokens"))
         return Statistics(
             num_documents=sum(shard.documents for shard in shards),
-            num_bytes=num_bytes,
-            num_tokens=num_tokens,
+            num_bytes=sum(shard.bytes for shard in shards),
+            num_tokens=sum(shard.tokens for shard in shards),
             num_rows=sum(shard.rows for shard in shards),
             sequence_length=self.settings["sequence_length"],
             fingerprint=digest.hexdigest()[:16],
-            bytes_per_token=num_bytes / max(num_tokens, 1),
         )
 
 

@@ -17,11 +17,7 @@ from titans_jax.memory.state import MemoryState, Params
 def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries: jax.Array) -> None:
     """Raises ValueError where queries are not those of a memory with these params, or params and state are not what
     `init_params` and `init_state` make."""
-    if not isinstance(rule, MemoryRule):
-        raise ValueError(
-            f"rule is a {type(rule).__name__}: it must be a MemoryRule, as a preset makes it when it is called: "
-            "presets.titans()."
-        )
+    _check_rule(rule)
     if not isinstance(params, Mapping) or not isinstance(state, MemoryState):
         raise ValueError(
             f"params is a {type(params).__name__} and state a {type(state).__name__}: they must be what "
@@ -50,6 +46,14 @@ def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries:
         raise ValueError(f"state.position is {state.position}: it must be 0 to {rule.chunk_size - 1}.")
 
 
+def _check_rule(rule: object) -> None:
+    if not isinstance(rule, MemoryRule):
+        raise ValueError(
+            f"rule is a {type(rule).__name__}: it must be a MemoryRule, as a preset makes it when it is called: "
+            "presets.titans()."
+        )
+
+
 def _check_arrays(**arrays: object) -> None:
     for name, x in arrays.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
@@ -58,13 +62,13 @@ def _check_arrays(**arrays: object) -> None:
 
 def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryInputs) -> None:
     """Raises ValueError, naming the first argument that does not fit the others."""
-    queries, gates = inputs.queries, inputs.gates
+    _check_rule(rule)
+    queries, gates, steps = inputs.queries, inputs.gates, rule.algorithm.steps
     if not isinstance(gates, Gates):
         raise ValueError(f"gates is a {type(gates).__name__}: it must be Gates, such as Gates.from_values(...) makes.")
     given = {f"gates.{each.name}": getattr(gates, each.name) for each in dataclasses.fields(gates)}
     given |= {"queries": queries, "keys": inputs.keys, "values": inputs.values, "resets": inputs.resets}
     _check_arrays(**{name: x for name, x in given.items() if x is not None})
-    steps = rule.algorithm.steps if isinstance(rule, MemoryRule) else 1  # what else it may be is refused below
     if queries.ndim != 2 and (steps == 1 or queries.ndim != 3 or queries.shape[1] != steps):
         raise ValueError(
             f"queries has shape {queries.shape}: one head takes [time, head_dim]"

@@ -44,8 +44,7 @@ def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, me
     """
     if head_dim < 1 or dim % head_dim:
         raise ConfigError(f"head_dim is {head_dim}; use a divisor of dim {dim}")
-    if memory.preset not in (MemoryConfig().preset, preset):
-        raise ConfigError(f"memory.preset is {memory.preset!r}; leave it out, as the rows of this table name presets")
+    check_unnamed(memory, preset)
     return ModelConfig(
         pattern=WITHOUT_MEMORY.get(preset, (block,)),
         dim=dim,
@@ -58,6 +57,16 @@ def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, me
         remat="none",
         memory=memory if preset in WITHOUT_MEMORY else dataclasses.replace(memory, preset=preset),
     )
+
+
+def check_unnamed(memory: MemoryConfig, preset: str) -> None:
+    """Refuse the options of a memory that name another preset than the row of a table that they are for.
+
+    Raises:
+      ConfigError: names the preset.
+    """
+    if memory.preset not in (MemoryConfig().preset, preset):
+        raise ConfigError(f"memory.preset is {memory.preset!r}; leave it out, as the rows of this table name presets")
 
 
 def in_blocks(blocks: Sequence[str], presets: Iterable[str]) -> Iterator[tuple[str, str]]:

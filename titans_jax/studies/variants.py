@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_jax import plots
-from titans_jax.config import ConfigError, MemoryConfig
+from titans_jax.config import MemoryConfig
 from titans_jax.studies import models
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row, draw_spreads
@@ -82,8 +82,7 @@ class VariantStudy(Study):
         models.check_blocks([options.block])
         kinds = []
         for label, fields in self.variants():
-            if options.memory.preset not in (type(options.memory)().preset, fields["preset"]):
-                raise ConfigError(f"memory.preset is {options.memory.preset!r}; leave it out, as the rows name theirs")
+            models.check_unnamed(options.memory, fields["preset"])
             memory = dataclasses.replace(options.memory, **fields)
             model = models.small_model(
                 memory.preset, options.block, options.dim, options.depth, options.head_dim, memory
