@@ -144,6 +144,14 @@ def test_the_models_of_the_papers_are_equally_large():
     assert abs(mamba - max(counts.values())) <= block / 2
 
 
+def test_a_preset_is_a_row_of_its_own_as_an_lmm():
+    options = LanguageOptions(quick=True, texts=("python",), models=("omeganet", "titans", "Titans LMM"), seeds=1)
+    omega, by_preset, by_name = LanguageStudy().cells(dataclasses.replace(options, equal_parameters=False))
+    assert omega.labels["model"] == "omeganet"
+    assert (omega.model.memory.preset, omega.model.pattern) == ("omeganet", ("lmm",))
+    assert by_preset.model == by_name.model
+
+
 def test_word_perplexity_is_two_to_the_bits_of_a_word_of_what_is_read():
     """Bytes and words counted one by one in the held-out rows: a word begins after a blank or a document."""
     num_bytes = words = 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from titans_jax import plots
 from titans_jax.config import ConfigError, DataConfig, MemoryConfig, did_you_mean
 from titans_jax.data.sets import file_or_place
+from titans_jax.memory.rule.presets import PRESETS
 from titans_jax.studies import models
 from titans_jax.studies.models import ATTENTION, MAMBA, SAMBA, WITHOUT_MEMORY
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
@@ -48,6 +49,11 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Preset and pattern of blocks by the name of a row; * has attention in addition to the memory."""
 
 
+def known_models() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """All rows by name: `MODELS`, and every other preset, one's own among them, as an LMM."""
+    return {preset: (preset, ("lmm",)) for preset in PRESETS} | MODELS
+
+
 WIKITEXT, NOVELS = ("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.tokens"), "books/valid.jsonl"
 """Paths below the folder of data: text to train on and to validate on, and the novels of books/ that are held out."""
 
@@ -68,7 +74,7 @@ class LanguageOptions(StudyOptions):
     """Train every model of the papers' main tables on the same tokens of real text."""
 
     models: tuple[str, ...] = tuple(MODELS)
-    """Rows by name."""
+    """Rows by name; presets, such as those of later models, are names too, of an LMM."""
     texts: tuple[str, ...] = ("books", "wikitext", "python")
     """Texts: books, wikitext, python."""
     folder: str = "data"
@@ -118,7 +124,7 @@ class LanguageStudy(Study):
         """See `Study`."""
         at_least_one(options, "models", "texts", "head_dim", "dim", "depth", "segment", "sequence_length")
         for chosen, known in (
-            ("models", MODELS),
+            ("models", rows := known_models()),
             ("texts", every := texts(options.folder, options.tokenizer, options.sequence_length)),
         ):
             for name in getattr(options, chosen):
@@ -133,7 +139,7 @@ class LanguageStudy(Study):
             )  # fmt: skip
             kinds = []
             for name in dict.fromkeys(options.models):
-                preset, pattern = MODELS[name]
+                preset, pattern = rows[name]
                 model = models.small_model(preset, "lmm", options.dim, options.depth, options.head_dim, options.memory)
                 model = dataclasses.replace(model, pattern=pattern, segment=options.segment, window=options.segment)
                 kinds.append(({"text": text, "model": name}, model))
@@ -179,4 +185,4 @@ class LanguageStudy(Study):
 
 
 def _attends(name: str) -> bool:
-    return name.endswith("*") or MODELS[name][0] == ATTENTION
+    return name.endswith("*") or known_models()[name][0] == ATTENTION
