@@ -136,6 +136,14 @@ def test_every_field_is_documented():
         ("data", {"seed": -1}, "data.seed is -1; use 0 to 4294967295"),
         ("training", {"seed": 1 << 64}, "training.seed is 18446744073709551616; use 0 to 4294967295"),
         ("training", {"steps": 0}, "training.steps is 0; use at least 1"),
+        ("training", {"sample_tokens": 10**12}, "training.sample_tokens is 1000000000000; use at most 1073741824"),
+        ("training", {"evaluation_batches": 10**30}, "training.evaluation_batches is 1000000000000000000000000"),
+        ("optimizer", {"warmup_steps": 10**12}, "optimizer.warmup_steps is 1000000000000; use at most 1073741824"),
+        ("model", {"hidden_dim": 1 << 40}, "model.hidden_dim is 1099511627776; use at most 1073741824"),
+        ("optimizer", {"learning_rate": 1e300}, "optimizer.learning_rate is 1e+300; use a number from -3e+38 to 3e+38"),
+        ("optimizer", {"learning_rate": 10**400}, "; use a number from -3e+38 to 3e+38"),
+        ("model", {"memory": MemoryConfig(preset="moneta", p=float("inf"))}, "model.memory.p is inf; use a number "),
+        ("model", {"memory": MemoryConfig(q=float("nan"))}, "model.memory.q is nan; use a number from -3e+38 to 3e+38"),
         ("training", {"z_loss": -1e-4}, "training.z_loss is -0.0001; use at least 0"),
         ("mesh", {"fsdp": 0}, "mesh.fsdp is 0; use at least 1, or -1 for the rest"),
         ("mesh", {"fsdp": -1}, "mesh has several axes set to -1"),
@@ -147,6 +155,11 @@ def test_what_cannot_work_is_refused_in_a_sentence(section, change, message):
         validate(config)
         check_model(config.model)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_intervals_may_be_longer_than_any_run():
+    """A number of steps that is never reached switches what happens every so many steps off."""
+    validate(Config(training=TrainingConfig(diagnostics_every=10**12, checkpoints_kept=10**12)))
 
 
 def test_only_token_predictions_have_a_z_loss():

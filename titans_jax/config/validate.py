@@ -116,6 +116,13 @@ _ABOVE_ZERO = (
     "optimizer.clip_norm optimizer.epsilon"
 ).split()
 
+_LARGEST = 1 << 30
+"""The largest whole number of most fields: devices count with 32 bits, and a sum of two numbers must fit."""
+_COUNTED_HERE = ("seed", "_every", "_kept")
+"""Ends of the names of fields whose whole numbers no device counts with; seeds have a range of their own."""
+_LARGEST_REAL = 3e38
+"""Devices compute with float32, where larger numbers are infinite."""
+
 
 def _validate_ranges(config: Config) -> None:
     values = leaves(config)
@@ -140,6 +147,19 @@ def _validate_ranges(config: Config) -> None:
     require(axes, lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")
     if [values[axis] for axis in axes].count(-1) > 1:
         raise ConfigError(f"mesh has several axes set to -1; use -1 on one of {', '.join(axes[:-1])} and {axes[-1]}")
+    _validate_sizes(values)
+
+
+def _validate_sizes(values: dict[str, Any]) -> None:
+    """Refuse whole numbers that devices cannot count to, and numbers that are infinite or NaN in float32."""
+    defaults = leaves(Config())
+    for name, value in values.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            real = isinstance(number, float) or isinstance(defaults[name], float)
+            if real and not abs(number) <= _LARGEST_REAL:
+                raise ConfigError(f"{name} is {value}; use a number from -{_LARGEST_REAL:g} to {_LARGEST_REAL:g}")
+            if not real and isinstance(number, int) and number > _LARGEST and not name.endswith(_COUNTED_HERE):
+                raise ConfigError(f"{name} is {value}; use at most {_LARGEST}")
 
 
 def _is_start(value: float | tuple[float, ...] | None) -> bool:
