@@ -133,6 +133,13 @@ def test_lengths_that_do_not_divide_a_step_are_refused(capsys, tmp_path):
     )
 
 
+@pytest.mark.parametrize("field", ["language.data.sequence_length", "language.batch_size"])
+@pytest.mark.parametrize("study", ["length", "lengths"])
+def test_a_step_without_tokens_is_refused_by_the_name_of_its_field(capsys, tmp_path, study, field):
+    assert cli.main(["study", study, f"--{field}", "0", "--output", str(tmp_path / "out")]) == 2
+    assert f"titans: {field} is 0; use at least 1\n" == capsys.readouterr().err
+
+
 def test_the_models_of_the_papers_are_equally_large():
     options = LanguageOptions(texts=("python",), dim=64, head_dim=16, depth=2, segment=32, sequence_length=64, seeds=1)
     cells = run.checked_cells(LanguageStudy(), options)

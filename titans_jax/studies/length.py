@@ -174,9 +174,13 @@ def languages(options: LengthOptions) -> list[Language]:
     """The text, cut into rows of each length, with equal numbers of tokens per step.
 
     Raises:
-      ConfigError: a length does not divide the tokens of a step.
+      ConfigError: a length does not divide the tokens of a step, or there are none.
     """
     language, found = options.language, []
+    if language.sequence_length < 1:
+        raise ConfigError(f"language.data.sequence_length is {language.sequence_length}; use at least 1")
+    if language.batch_size < 1:
+        raise ConfigError(f"language.batch_size is {language.batch_size}; use at least 1")
     for length in dict.fromkeys(options.rows or (language.sequence_length,)):
         tokens = language.batch_size * language.sequence_length
         if length < 1 or tokens % length:
