@@ -26,6 +26,9 @@ from titans_jax.studies.table import baselines_of, csv_rows, make_rows, number_w
 from titans_jax.training.fit import fit
 from titans_jax.training.run import count_params
 
+MOST_SEEDS = 10_000
+"""The most models of a row: a study lists them all before the first is trained."""
+
 
 class StudyError(TitansError, RuntimeError):
     """Cells of a study could not be run; the others are finished and in its table."""
@@ -80,8 +83,8 @@ def make_plan(name: str, arguments: list[str]) -> Plan:
     study, program = STUDIES[name](), f"titans study {said}"
     options = parse(program, study.options, arguments)
     options = parse(program, study.options, arguments, study.defaults(options))
-    if options.seeds < 1:
-        raise ConfigError(f"seeds is {options.seeds}; use at least 1")
+    if not 1 <= options.seeds <= MOST_SEEDS:
+        raise ConfigError(f"seeds is {options.seeds}; use 1 to {MOST_SEEDS}")
     cells = checked_cells(study, options)
     folder = Path(options.output or f"runs/study_{name}")
     return Plan(name, study, options, cells, folder, shlex.join(["titans", "study", said, *arguments]))
