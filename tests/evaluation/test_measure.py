@@ -45,6 +45,16 @@ def test_a_task_that_fails_loses_nothing_of_those_before(run):
     assert [line["task"] for line in lines(run)] == ["one"]
 
 
+def test_a_line_that_was_cut_off_does_not_swallow_the_next_result(run):
+    history = run.folder / "evaluations.jsonl"
+    measure(run, {"one": lambda *_: {"x": 1}}, EvaluationOptions())
+    whole = history.read_text()
+    history.write_text(whole + whole[:20])
+    measure(run, {"two": lambda *_: {"x": 2}}, EvaluationOptions())
+    first, second, third = history.read_text().splitlines()
+    assert (first + "\n", second) == (whole, whole[:20]) and json.loads(third)["task"] == "two"
+
+
 def test_a_name_of_no_task_is_refused():
     with pytest.raises(ConfigError, match="nothing"):
         evaluators_of(["nothing"])

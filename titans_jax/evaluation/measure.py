@@ -96,8 +96,11 @@ def remember(run: Run, task: str, options: EvaluationOptions, numbers: Numbers, 
     }
     line = {"step": run.step, "task": task, "options": asked, "seconds": round(seconds, 1), "results": numbers}
     run.folder.mkdir(parents=True, exist_ok=True)
-    with (run.folder / HISTORY).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_plain(line)) + "\n")
+    history = run.folder / HISTORY
+    # A line that a crash or a full disk has cut off must not swallow this one.
+    cut_off = history.exists() and history.read_bytes()[-1:] not in (b"", b"\n")
+    with history.open("a", encoding="utf-8") as file:
+        file.write("\n" * cut_off + json.dumps(_plain(line)) + "\n")
 
 
 def describe(task: str, numbers: Numbers) -> str:
