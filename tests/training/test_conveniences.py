@@ -70,6 +70,20 @@ def test_muon_makes_steps_of_matrices_orthogonal():
         np.testing.assert_allclose(np.abs(adam), np.abs(adam).max(), rtol=1e-3)
 
 
+def test_with_muon_only_matrices_decay():
+    """Without gradients, a step multiplies matrices, the head among them, by 1 - 0.1 x 0.5, and leaves all else."""
+    ones = {name: jax.numpy.ones((4, 4)) for name in ("kernel", "scale", "embedding", "bias")}
+    params = {"cycles": {"query": ones, "convolution": {"kernel": jax.numpy.ones((4, 4))}}, "head": ones}
+    config = OptimizerConfig(name="muon", learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
+    optimizer = make_optimizer(config, 10)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = optimizer.update(jax.tree.map(jax.numpy.zeros_like, params), optimizer.init(params), params)
+    new = {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(optax.apply_updates(params, updates))}
+    for name, x in new.items():
+        matrix = "'kernel'" in name and "convolution" not in name
+        np.testing.assert_allclose(x, 0.95 if matrix else 1.0, rtol=1e-6, err_msg=name)
+
+
 def test_muon_takes_every_matrix_of_a_model_but_the_head():
     params = abstract_model(MODEL)[1]
     found = jax.tree_util.tree_leaves_with_path(

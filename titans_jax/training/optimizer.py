@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
@@ -32,6 +33,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             muon_weight_dimension_numbers=muon_dimensions,
             consistent_rms=0.2,
         )
+        rule = _decaying_matrices_only(rule)
     else:
         rule = optax.adamw(
             schedule,
@@ -48,6 +50,17 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     return optax.multi_transform(
         kinds, lambda params: jax.tree_util.tree_map_with_path(lambda path, _: trains(config.train_only, path), params)
     )
+
+
+def _decaying_matrices_only(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The rule, which looks at parameters only to decay them, with zeros in place of those that have no weight decay:
+    `optax.contrib.muon` takes no mask for the parameters that AdamW updates, and would decay all of them."""
+
+    def update(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        decayed = jax.tree_util.tree_map_with_path(lambda path, x: x if decays(path) else jnp.zeros_like(x), params)
+        return rule.update(updates, state, decayed)
+
+    return optax.GradientTransformation(rule.init, update)
 
 
 def trains(train_only: tuple[str, ...], path: tuple[Any, ...]) -> bool:
