@@ -55,6 +55,14 @@ def test_a_line_that_was_cut_off_does_not_swallow_the_next_result(run):
     assert (first + "\n", second) == (whole, whole[:20]) and json.loads(third)["task"] == "two"
 
 
+def test_nothing_is_measured_where_results_cannot_be_kept(run, monkeypatch):
+    measured = []
+    monkeypatch.setattr("os.access", lambda *_: False)  # of a read-only disk, which refuses root too
+    with pytest.raises(EvaluationError, match="run is '.*', where results cannot be written; use a copy"):
+        measure(run, {"one": lambda *_: measured.append(1) or {"x": 1}}, EvaluationOptions())
+    assert not measured
+
+
 def test_a_name_of_no_task_is_refused():
     with pytest.raises(ConfigError, match="nothing"):
         evaluators_of(["nothing"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -62,8 +63,11 @@ def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOp
     process must call it.
 
     Raises:
-      EvaluationError: a task cannot be measured; the message says where the results of the earlier ones are.
+      EvaluationError: a task cannot be measured; the message says where the results of the earlier ones are. Or the
+        run's folder cannot be written to, before anything is measured.
     """
+    if run.folder.is_dir() and not os.access(run.folder, os.W_OK):
+        raise EvaluationError(f"run is {str(run.folder)!r}, where results cannot be written; use a copy of the folder")
     numbers: Numbers = {}
     with on_all_devices(run) as spread:
         for task, evaluator in evaluators.items():
