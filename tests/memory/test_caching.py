@@ -91,6 +91,7 @@ def test_answers_and_soups(architecture):
     [
         ({"caching": "gate"}, "model.memory.caching is 'gate'; use residual, average, gated, soup or sparse; did you "
          "mean gated?"),
+        ({"caching": "sparse(k=True)"}, "model.memory.caching is 'sparse(k=True)', and k is True; use a whole number"),
         ({"caching": "sparse(n=3)"}, "model.memory.caching is 'sparse(n=3)', which takes k, not n"),
         ({"caching": "sparse(k=0)"}, "model.memory.caching is 'sparse(k=0)'; k is 0: use a whole number of 1 or more, "
          "for example 4"),

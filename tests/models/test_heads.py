@@ -91,6 +91,7 @@ def test_patches_are_those_of_patch_tst(look_back, patches):
         ("classifer", "model.head is 'classifer'; use .*did you mean classifier"),
         ("classifier(class=3)", "use a name, or classifier"),
         ("classifier(size=3)", "which takes classes, not size"),
+        ("classifier(classes='a')", "and classes is 'a'; use a whole number"),
         ("classifier(classes=0)", "has classes 0; use a whole number of at least 1"),
         ("forecaster(patch=200)", "has patch 200; use at most 104"),
         ("autoencoder(x=1)", "which takes nothing, not x"),

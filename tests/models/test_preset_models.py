@@ -92,6 +92,32 @@ def test_arguments_that_a_part_does_not_take_are_refused(said, sentence):
     assert str(refused.value) == sentence
 
 
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        ({"bias": "huber(delta='a')"}, "bias is \"huber(delta='a')\", and delta is 'a'; use a number"),
+        ({"bias": "huber(delta=True)"}, "bias is 'huber(delta=True)', and delta is True; use a number"),
+        ({"bias": "huber(constant=3)"}, "bias is 'huber(constant=3)', and constant is 3; use True or False"),
+        ({"bias": "lp(sharpness=[1])"}, "bias is 'lp(sharpness=[1])', and sharpness is [1]; use a number or None"),
+        ({"retention": "lq(q=None)"}, "retention is 'lq(q=None)', and q is None; use a number"),
+        ({"bias": "huber(delta=1e999)"}, "bias is 'huber(delta=1e999)', and delta is inf; use a finite number"),
+        (
+            {"retention": "f_divergence(g=3)"},
+            "retention is 'f_divergence(g=3)', and g is no value that text can say; leave it out, or register a part "
+            "of your own",
+        ),
+        (
+            {"architecture": "residual_mlp(learned_scale=None)"},
+            "architecture is 'residual_mlp(learned_scale=None)', and learned_scale is None; use True or False",
+        ),
+    ],
+)
+def test_arguments_of_a_part_have_their_kind(fields, sentence):
+    with pytest.raises(ConfigError) as refused:
+        memory_rule(MemoryConfig(**fields))
+    assert str(refused.value) == f"model.memory.{sentence}"
+
+
 def test_what_is_forgotten_can_be_said():
     def sides(**fields):
         choices = gate_choices(MemoryConfig(**fields))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titans_jax.config.arguments import check_arguments, parameters_of
 from titans_jax.config.memory_config import MemoryConfig
 from titans_jax.config.schema import ConfigError, ModelConfig
 from titans_jax.registry import PACKAGE, did_you_mean
@@ -405,10 +406,7 @@ def _called(field: str, said: str, registry: Mapping[str, Any]) -> tuple[Callabl
     """
     name, arguments = read_call(field, said)
     part = registered(registry, field, name)
-    known = list(inspect.signature(part).parameters)
-    for argument in arguments:
-        if argument not in known:
-            raise ConfigError(f"{field} is {said!r}, which takes {', '.join(known) or 'nothing'}, not {argument}")
+    check_arguments(field, said, parameters_of(part), arguments)
     return part, arguments
 
 

@@ -60,18 +60,19 @@ def check_types(config: Any, prefix: str = "") -> None:
             if not isinstance(value, hint):
                 raise ConfigError(f"{name} is {value!r}; use a {hint.__name__}")
             check_types(value, name + ".")
-        elif not _matches(value, hint):
+        elif not matches(value, hint):
             raise ConfigError(f"{name} is {value!r}; use {describe(hint)}{nearest(value, hint)}")
 
 
-def _matches(value: Any, hint: Any) -> bool:
+def matches(value: Any, hint: Any) -> bool:
+    """Whether a value is of the kind that a type hint names; True is no number."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return value in arguments
     if origin in (types.UnionType, typing.Union):
-        return any(_matches(value, argument) for argument in arguments)
+        return any(matches(value, argument) for argument in arguments)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_matches(item, arguments[0]) for item in value)
+        return isinstance(value, tuple) and all(matches(item, arguments[0]) for item in value)
     if hint is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is int:

@@ -12,7 +12,6 @@ the training step and the rules of sharding are the same.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,8 @@ from flax import nnx
 from jax.nn import initializers
 
 from titans_jax import sharding
-from titans_jax.config import ConfigError, ModelConfig, read_call, registered
+from titans_jax.config import ModelConfig, read_call, registered
+from titans_jax.config.arguments import check_arguments, parameters_of
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_reads import READS
 from titans_jax.layers.norms import RMSNorm
@@ -188,11 +188,8 @@ def head_of(config: ModelConfig) -> tuple[type[BlockStack], dict[str, Any]]:
     """
     name, arguments = read_call("model.head", config.head)
     head = registered(HEADS, "model.head", name)
-    known = [argument for argument in inspect.signature(head.__init__).parameters][2:-1]
-    for argument in arguments:
-        if argument not in known:
-            takes = ", ".join(known) or "nothing"
-            raise ConfigError(f"model.head is {config.head!r}, which takes {takes}, not {argument}")
+    own = dict(list(parameters_of(head.__init__).items())[2:-1])  # without self, config and rngs
+    check_arguments("model.head", config.head, own, arguments)
     return head, arguments
 
 
