@@ -92,6 +92,13 @@ def test_arguments_that_a_part_does_not_take_are_refused(said, sentence):
     assert str(refused.value) == sentence
 
 
+@pytest.mark.parametrize("field", ["p", "q"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 0.5])
+def test_moneta_s_exponents_are_finite_and_not_below_one(field, value):
+    with pytest.raises(ConfigError, match=rf"^model\.memory: {field} is {value}: [^\n]*, for example \d$"):
+        memory_rule(MemoryConfig(preset="moneta", **{field: value}))
+
+
 @pytest.mark.parametrize(
     "fields, sentence",
     [

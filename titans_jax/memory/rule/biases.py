@@ -148,8 +148,8 @@ class Lp(AttentionalBias):
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        if not self.p >= 1:
-            raise ValueError(f"p is {self.p!r}: the L_p bias needs p of 1 or more, for example 3.")
+        if not 1 <= self.p < float("inf"):
+            raise ValueError(f"p is {self.p!r}: the L_p bias needs a finite p of 1 or more, for example 3.")
         check_positive("epsilon", self.epsilon)
         if self.sharpness is not None:
             check_positive("sharpness", self.sharpness)

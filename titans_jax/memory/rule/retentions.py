@@ -198,8 +198,8 @@ class NormPower(Retention):
     one_slope = True
 
     def __post_init__(self) -> None:
-        if not self.q >= 1:
-            raise ValueError(f"q is {self.q!r}: it must be 1 or more, for example 4.")
+        if not 1 <= self.q < math.inf:
+            raise ValueError(f"q is {self.q!r}: it must be 1 or more and finite, for example 4.")
 
     def start(self, weights: jax.Array) -> jax.Array:
         if self.q == 3:
