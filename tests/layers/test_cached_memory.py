@@ -14,7 +14,9 @@ from flax import nnx
 
 from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.layers import CachedMemory, NeuralMemory
+from titans_jax.layers.cache_shares import Asked, shares_of
 from titans_jax.layers.document_layout import find_documents
+from titans_jax.memory.caching import Gated, Sparse
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from model_oracle import Model  # noqa: E402
@@ -70,6 +72,26 @@ def test_reads_equal_the_numpy_recurrence(caching):
     without = recurrence(config, x, caching=None)
     np.testing.assert_allclose(without[:, :SEGMENT], expected[:, :SEGMENT], rtol=1e-12)  # nothing is kept yet
     assert abs(without - expected).max() > 1e-3
+
+
+def test_scores_as_in_the_paper_equal_the_numpy_recurrence():
+    config, x = configured("gated", cache_counted=False), inputs()
+    expected = recurrence(config, x)
+    close_to(row(layer_of(config), x), expected)
+    assert abs(expected - recurrence(configured("gated"), x)).max() > 1e-3
+
+
+def test_memories_of_equal_scores_weigh_as_much_together_as_the_running_one():
+    """However many are read: 7, or 2 of them."""
+    visible, asked = (
+        jnp.ones((1, 1, 7), bool),
+        Asked(*jnp.zeros((2, 1, 1, 8)), jnp.zeros((1, 7, 8)), jnp.zeros((1, 1, 8))),
+    )
+    for aggregation, read in ((Gated(), 7), (Sparse(2), 2)):
+        shares = shares_of(aggregation, visible, asked, jnp.dtype("float64"), counted=True)[0, 0]
+        np.testing.assert_allclose(np.sort(shares), [0] * (7 - read) + [0.5 / read] * read + [0.5], rtol=1e-12)
+        printed = shares_of(aggregation, visible, asked, jnp.dtype("float64"), counted=False)[0, 0]
+        np.testing.assert_allclose(np.max(printed), 1 / (read + 1), rtol=1e-12)
 
 
 @pytest.mark.parametrize("caching", ["residual", pytest.param("gated", marks=pytest.mark.exhaustive)])

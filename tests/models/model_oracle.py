@@ -357,6 +357,8 @@ class Model:
                     asking = x[t - t % memory.chunk_size] @ kernel
                     liked = sorted(range(len(kept)), key=lambda i: -(asking @ means[i]))  # noqa: B023
                     scores[liked[int(said[:-1]) :]] = -np.inf
+                if kept and memory.cache_counted:
+                    scores[:-1] -= np.log(np.isfinite(scores[:-1]).sum())
                 shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
             answer = shares[-1] * read[0]
             if kept and name in ("soup", "average"):

@@ -46,6 +46,16 @@ def test_operands_are_cast_and_sums_are_not():
         assert error(found, np.float64(x) @ y) > 1e-4
 
 
+def test_one_matrix_by_several_in_half_precision():
+    """Small whole numbers, which bfloat16 holds exactly, as the sums of products of tokens with several sets of values.
+    XLA for CPUs cannot do that with operands of bfloat16."""
+    rng = np.random.default_rng(3)
+    keys, values = (rng.integers(-8, 8, shape) for shape in ((5, 3), (4, 5, 7)))
+    product = jax.vmap(lambda x, y: ops.outer_products(x, y, jnp.bfloat16), in_axes=(None, 0))
+    found = jax.jit(product)(jnp.asarray(keys, jnp.bfloat16), jnp.asarray(values, jnp.bfloat16))
+    np.testing.assert_array_equal(found, np.einsum("ti,nto->nio", keys, values))
+
+
 def test_precision():
     """All digits of float32 also where a machine's own choice is fewer."""
     assert ops.precision(jnp.float32) == ops.precision(jnp.float64) == jax.lax.Precision.HIGHEST

@@ -130,6 +130,10 @@ class MemoryConfig:
     cache_restart: bool = False
     """Begin every segment of `caching` with the memory of a document's start; False: with the memory that the segment
     before left."""
+    cache_counted: bool = True
+    """Scores of `caching` are counted: the logarithm of the number of kept memories that are read is subtracted from
+    each of theirs, so that where all scores are equal they answer as much together as the running memory alone,
+    however long the text. False: as the paper has it, so that the running memory's share falls with every segment."""
     log_linear_levels: int = 0
     """Log-linear attention: split a memory that is linear in its values into this many parts, by how long ago they were
     written. The binary expansion of a token's number cuts the tokens before it into pieces of 1, 2, 4, .. tokens; each

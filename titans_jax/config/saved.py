@@ -12,6 +12,7 @@ BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
     "model.merge": "product",
     "model.memory.bound_slope": False,
+    "model.memory.cache_counted": False,
     "model.memory.forget": "preset",
     "model.memory.forget_to": "zero",
     "model.memory.key_start": "random",

@@ -45,6 +45,7 @@ LATER = {
     "memory.cache_segment": 256,
     "memory.cache_segmentation": "constant",
     "memory.cache_restart": False,
+    "memory.cache_counted": False,
     "memory.continuum_chunks": (16, 64, 256),
     "memory.continuum_order": "sequential",
     "memory.local_chunks": (),

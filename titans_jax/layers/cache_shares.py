@@ -1,7 +1,8 @@
 """Memory Caching: the share of each kept memory in a read, by scores of the layer's inputs (layers/cached_memory.py).
 
     u_t = x_t W_u
-    score of a kept memory = <u_t, mean of x over its piece> / sqrt(dim)    the running one: its segment up to x_t
+    score of a kept memory = <u_t, mean of x over its piece> / sqrt(dim) - log(number of kept memories that are read)
+    score of the running memory = <u_t, mean of x over its segment up to x_t> / sqrt(dim)
 
 A piece is a segment, or with logarithmic segments several of them merged (memory/cache_segments.py); a segment is
 `cache_segment` tokens. Shapes: b batch, t time, n kept memories.
@@ -31,11 +32,14 @@ class Asked(NamedTuple):
     running_means: jax.Array
 
 
-def shares_of(aggregation: Aggregation, visible: jax.Array, asked: Asked | None, dtype: jnp.dtype) -> jax.Array:
+def shares_of(
+    aggregation: Aggregation, visible: jax.Array, asked: Asked | None, dtype: jnp.dtype, counted: bool
+) -> jax.Array:
     """The shares of the kept memories and of the running one in every token's read.
 
     visible: bool [b, t, n], the kept memories that a token reads. asked: None where shares need no scores. dtype: of
-    the operands of products.
+    the operands of products. counted: the logarithm of the number of kept memories that have a share is subtracted from
+    their scores (`MemoryConfig.cache_counted`).
 
     Returns:
       [b, t, n + 1], the running memory last.
@@ -48,6 +52,10 @@ def shares_of(aggregation: Aggregation, visible: jax.Array, asked: Asked | None,
         products = jax.vmap(functools.partial(inner_products, operand_dtype=dtype))
         scores, opening = (scale * products(u, asked.means) for u in (asked.u, asked.opening))
         own = scale * jnp.sum(asked.u.astype(wide) * asked.running_means, axis=-1, keepdims=True)
+        if counted:
+            number = jnp.sum(visible, axis=2, keepdims=True, dtype=wide)
+            most = visible.shape[2] if aggregation.most is None else aggregation.most
+            scores = scores - jnp.log(jnp.clip(number, 1, max(most, 1)))
     visible = jnp.concatenate([visible, jnp.ones(own.shape, bool)], axis=2)
     return aggregation.shares(jnp.concatenate([scores, own], axis=2), opening, visible)
 

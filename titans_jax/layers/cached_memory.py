@@ -112,6 +112,7 @@ class CachedMemory(NeuralMemory):
         super().__init__(config, rngs=rngs)
         self.aggregation = cache_aggregation(config.memory)
         self.segment, self.restarts = config.memory.cache_segment, config.memory.cache_restart
+        self.counted = config.memory.cache_counted
         self.cut = CACHE_SEGMENTS[config.memory.cache_segmentation]
         axes = ("embed", None) if self.aggregation.scored else None
         self.score = axes and projection(config, config.dim, config.dim, axes, rngs=rngs)
@@ -385,7 +386,7 @@ class CachedMemory(NeuralMemory):
 
     def _shares(self, visible: jax.Array, asked: Asked | None) -> jax.Array:
         """See `shares_of`."""
-        return shares_of(self.aggregation, visible, asked, self.dtype)
+        return shares_of(self.aggregation, visible, asked, self.dtype, self.counted)
 
     def _together(
         self,

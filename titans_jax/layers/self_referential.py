@@ -305,9 +305,7 @@ class SelfReferentialMemory(HeadReads):
 
         of_head = dataclasses.replace(jax.tree.map(lambda _: 1, gates), mask=None)
         heads = jax.vmap(one, in_axes=(None, 0, 0, 1, 1, 1, of_head), out_axes=(1, 0, 1))
-        # Every memory has keys of its own: XLA for CPUs cannot multiply one transposed bfloat16 matrix by several.
-        keys = jnp.broadcast_to(keys[:, None], (*values.shape[:2], *keys.shape[1:]))
-        memories = jax.vmap(heads, in_axes=(None, 0, 0, None, 0, 0, None))
+        memories = jax.vmap(heads, in_axes=(None, 0, 0, None, None, 0, None))
         rows = jax.vmap(memories, in_axes=(None, 0, 0, 0, 0, 0, 0))
         return rows(position, params, state, queries, keys, values, gates)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from titans_jax.ops.platform import target_platform
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
@@ -78,8 +80,15 @@ def concatenate_operands(operands, operand_dtype, axis: int = 0) -> jax.Array:
 
 def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
     """The sum of products over `axis` of both operands, as one operation: a separate transpose is slow in a kernel."""
-    x, y, dimensions = x.astype(operand_dtype), y.astype(operand_dtype), (((axis,), (axis,)), ((), ()))
+    x, y = (multiplied_transposed(a.astype(operand_dtype)) for a in (x, y))
+    dimensions = (((axis,), (axis,)), ((), ()))
     return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), state_dtype(operand_dtype))
+
+
+def multiplied_transposed(x: jax.Array) -> jax.Array:
+    """An operand of a product that may be computed as transposed: on a CPU bfloat16 as float32, the same numbers, since
+    XLA there (jaxlib 0.10.2 and 0.11.2) cannot multiply one transposed bfloat16 matrix by several."""
+    return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 and target_platform() == "cpu" else x
 
 
 def broadcast_column(column, width: int):
