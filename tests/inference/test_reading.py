@@ -87,6 +87,10 @@ def test_what_is_no_memory_of_this_model_is_refused(tmp_path):
     other.start().save(file)
     with pytest.raises(MemoryFileError, match="which another model has read .* use that model, or read the text"):
         Memory.load(file, ours)
+    module.save_arrays({"anything": np.zeros(1)}, file, {"titans_jax_memory": '{"last": "1", "tokens": "2"}'})
+    with pytest.raises(MemoryFileError, match="is damaged or no memory's file"):
+        Memory.load(file, ours)
+    other.start().save(file)
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(MemoryFileError, match="is damaged"):

@@ -26,7 +26,7 @@ def double(*arrays):
 def test_sums_are_in_the_states_dtype(dtype, sums):
     with jax.enable_x64(dtype == "float64"):
         x, y = (jnp.asarray(leaf, dtype) for leaf in draw((3, 4), (4, 5)))
-        assert ops.state_dtype(x.dtype) == ops.to_state_dtype(x).dtype == jnp.dtype(sums)
+        assert ops.wide_dtype(x.dtype) == ops.to_state_dtype(x).dtype == jnp.dtype(sums)
         products = ops.matmul(x, y, x.dtype), ops.inner_products(x, y.T, x.dtype), ops.outer_products(x.T, y, x.dtype)
         assert {leaf.dtype for leaf in products} == {jnp.dtype(sums)}
 

@@ -118,14 +118,14 @@ class Memory:
             with safe_open(file, framework="np") as stored:
                 about = json.loads((stored.metadata() or {})["titans_jax_memory"])
                 arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no dictionary)
-            last, tokens = int(about["last"]), int(about["tokens"])
+            last, tokens, made_by = int(about["last"]), int(about["tokens"]), about["fingerprint"]
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise MemoryFileError(
                 f"memory is {str(file)!r}, which is damaged or no memory's file; read it anew"
             ) from error
-        if about["fingerprint"] not in reader.fingerprints:
+        if made_by not in reader.fingerprints:
             raise MemoryFileError(
-                f"memory is {str(file)!r}, which another model has read (its fingerprint is {about['fingerprint']}, "
+                f"memory is {str(file)!r}, which another model has read (its fingerprint is {made_by}, "
                 f"this model's {reader.fingerprint}); use that model, or read the text with this one"
             )
         abstract = reader.abstract_state

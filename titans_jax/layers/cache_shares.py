@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.layers.document_layout import Documents
-from titans_jax.layers.projections import wide_dtype
 from titans_jax.memory.cache_segments import CacheSegments
 from titans_jax.memory.caching import Aggregation
 from titans_jax.memory.state import Matrices
-from titans_jax.ops.matmul import inner_products
+from titans_jax.ops.matmul import inner_products, wide_dtype
 
 
 class Asked(NamedTuple):

@@ -36,11 +36,12 @@ from titans_jax.layers.head_inputs import HeadInputs
 from titans_jax.layers.memory_report import memory_report, weights_read
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.prediction_gate import Reads
-from titans_jax.layers.projections import projection, wide_dtype
+from titans_jax.layers.projections import projection
 from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
 from titans_jax.memory.cache_segments import CACHE_SEGMENTS, Extended, Levels
 from titans_jax.memory.caching import read_together
 from titans_jax.memory.state import Matrices, WindowTokens
+from titans_jax.ops.matmul import wide_dtype
 
 
 class Pools(NamedTuple):

@@ -31,7 +31,7 @@ from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.prediction_gate import Reads
-from titans_jax.layers.projections import wide_dtype
+from titans_jax.ops.matmul import wide_dtype
 
 Report = dict[str, jax.Array]
 

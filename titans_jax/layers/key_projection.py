@@ -11,7 +11,7 @@ Shapes: b batch, t time, h heads, d head_dim.
 import jax
 import jax.numpy as jnp
 
-from titans_jax.ops.matmul import multiplied_transposed, state_dtype
+from titans_jax.ops.matmul import multiplied_transposed, wide_dtype
 
 BLOCK = 128
 """Tokens whose products with each other are taken at once; never changes the numbers beyond rounding."""
@@ -36,7 +36,7 @@ def key_projection(
       first: P at the start of every other shard, [h, d, d]; with shards.
     """
     batch, time, heads, width = keys.shape
-    dtype = state_dtype(keys.dtype)
+    dtype = wide_dtype(keys.dtype)
     size = min(BLOCK, time)
     keys = keys if mask is None else jnp.where(mask[..., None, None], keys, 0)
     wide = keys.astype(dtype)

@@ -20,9 +20,10 @@ from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_inputs import HeadInputs, head_axes, per_device
 from titans_jax.layers.memory_gates import HEAD_KERNEL
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
-from titans_jax.layers.projections import param_dtype, wide_dtype
+from titans_jax.layers.projections import param_dtype
 from titans_jax.memory.log_linear import Levels, memorize_levels
 from titans_jax.memory.rule.gate_choices import SOFTPLUS_ONE
+from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import logical
 
 

@@ -37,10 +37,11 @@ from titans_jax.layers.memory_input import MemoryInput, of_token_before, start_a
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.preconditioner import Preconditioner
 from titans_jax.layers.prediction_gate import PredictionGate, PredictionTail, Reads
-from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
+from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.layers.rotation import RotatedInputs, Rotation, RotationTail
 from titans_jax.layers.scan_chunks import at
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
+from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import (
     HEADS,
     constrain,

@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from titans_jax.config import ModelConfig
 from titans_jax.layers.head_channels import channels_of_heads, fill_no_register, side_by_side, sums_by_product
 from titans_jax.layers.implementations import Implementation, dispatch
-from titans_jax.layers.projections import param_dtype, wide_dtype
+from titans_jax.layers.projections import param_dtype
+from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import logical
 
 L2_EPSILON = 1e-6

@@ -22,7 +22,8 @@ from titans_jax.config import ModelConfig
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.head_channels import side_by_side, spread_over_heads, sums_over_heads
 from titans_jax.layers.memory_input import of_token_before
-from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
+from titans_jax.layers.projections import compute_dtype, param_dtype
+from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import logical
 
 LAGS = 4

@@ -6,6 +6,7 @@ from jax.nn import initializers
 from jax.typing import DTypeLike
 
 from titans_jax.config import ModelConfig
+from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import logical
 
 INIT_STDDEV = 0.02
@@ -19,11 +20,6 @@ def compute_dtype(config: ModelConfig) -> DTypeLike:
 def param_dtype(config: ModelConfig) -> DTypeLike:
     """The dtype of parameters, memory state, norms, softmax and logits: float32, or float64 when activations are."""
     return wide_dtype(compute_dtype(config))
-
-
-def wide_dtype(dtype: DTypeLike) -> DTypeLike:
-    """The type that sums over activations of `dtype` are taken in: float32, or float64 for float64."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def projection(

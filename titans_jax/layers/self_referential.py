@@ -34,11 +34,12 @@ from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.neural_memory import broadcast
 from titans_jax.layers.norms import l2_normalize
-from titans_jax.layers.projections import compute_dtype, param_dtype, wide_dtype
+from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.layers.scan_chunks import at, scan_chunks
 from titans_jax.layers.segments import flags_like
 from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
 from titans_jax.memory.rule.gate_choices import LearnedGate, starts_of_heads
+from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import BATCH, constrain, logical
 
 MEMORIES = ("key", "value", "step_size", "retention", "memory")

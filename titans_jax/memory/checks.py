@@ -27,7 +27,7 @@ def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries:
     if "weights" not in params or queries.ndim < 1:
         what = f"params has {sorted(params)}" if queries.ndim else "queries is a number"
         raise ValueError(f"{what}: give what init_params(rule, key, head_dim) makes, and queries [..., head_dim].")
-    if not jnp.issubdtype(queries.dtype, jnp.floating):
+    if queries.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
         raise ValueError(f"queries is {queries.dtype}: it must be float32, bfloat16 or float64.")
     head_dim = queries.shape[-1]
     expected, shapes = rule.shapes(head_dim), tuple(w.shape for w in params["weights"])

@@ -12,6 +12,7 @@ Pure functions on arrays (jax only), one head of one sequence; callers vmap over
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from titans_jax.memory.pallas import entry
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, Surprise, cast_state
 from titans_jax.ops.backend import Backend, current_backend
-from titans_jax.ops.matmul import state_dtype
+from titans_jax.ops.matmul import wide_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -54,8 +55,9 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
 
     Raises ValueError for a head_dim that is no integer of 1 or more.
     """
-    if not isinstance(head_dim, int) or head_dim < 1:
+    if isinstance(head_dim, bool) or not isinstance(head_dim, numbers.Integral) or head_dim < 1:
         raise ValueError(f"head_dim is {head_dim!r}: it must be an integer of 1 or more, for example 64.")
+    head_dim = int(head_dim)
     shapes = rule.shapes(head_dim)
     slow = rule.algorithm.slow(rule.architecture, head_dim) | rule.retention.slow(shapes)
     if not rule.learned_start:
@@ -68,7 +70,7 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
 def init_state(rule: MemoryRule, params: Params) -> MemoryState:
     """The state before the first token: the start weights (or, for a rule that forgets to them, zeros for the change
     since), no momentum, an empty chunk, no tokens in the window."""
-    weights = tuple(w.astype(state_dtype(w.dtype)) for w in params["weights"])
+    weights = tuple(w.astype(wide_dtype(w.dtype)) for w in params["weights"])
     zeros = tuple(jnp.zeros_like(w) for w in weights)
     weights, momentum = zeros if rule.forget_to_start else weights, zeros if rule.algorithm.has_momentum else ()
     total = jnp.zeros((len(weights),), weights[0].dtype) if rule.algorithm.steps_by_chunk else None
@@ -139,7 +141,7 @@ def memorize(
         raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, (*FORMS, 'auto')))}.")
     check(rule, params, state, inputs)
     time, every_read = len(queries), queries.ndim == 3
-    dtype, steps = state_dtype(queries.dtype), rule.algorithm.steps
+    dtype, steps = wide_dtype(queries.dtype), rule.algorithm.steps
     if time == 0:
         empty = jnp.zeros((0,), dtype)
         reads = jnp.zeros(queries.shape, dtype)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from titans_jax import sharding
-from titans_jax.layers.projections import wide_dtype
+from titans_jax.ops.matmul import wide_dtype
 
 MOST_LOGITS = 1 << 24
 """The most logits of a row that `next_token_losses` holds at once: 64 MiB of float32."""

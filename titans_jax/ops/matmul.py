@@ -21,7 +21,7 @@ def matmul(
     if isinstance(y, Transposed):
         return inner_products(x, y.array, operand_dtype)
     x, y = x.astype(operand_dtype), y.astype(operand_dtype)
-    return jnp.matmul(x, y, precision=precision(operand_dtype), preferred_element_type=state_dtype(operand_dtype))
+    return jnp.matmul(x, y, precision=precision(operand_dtype), preferred_element_type=wide_dtype(operand_dtype))
 
 
 def matmul_three_pass(x: jax.Array, y: jax.Array, operand_dtype) -> jax.Array:
@@ -82,7 +82,7 @@ def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
     """The sum of products over `axis` of both operands, as one operation: a separate transpose is slow in a kernel."""
     x, y = (multiplied_transposed(a.astype(operand_dtype)) for a in (x, y))
     dimensions = (((axis,), (axis,)), ((), ()))
-    return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), state_dtype(operand_dtype))
+    return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), wide_dtype(operand_dtype))
 
 
 def multiplied_transposed(x: jax.Array) -> jax.Array:
@@ -138,11 +138,11 @@ def precision(operand_dtype) -> jax.lax.Precision:
     return jax.lax.Precision.DEFAULT if operand_dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
 
 
-def state_dtype(dtype) -> jnp.dtype:
-    """The dtype of memory states: float64 for float64 inputs, float32 for everything else."""
+def wide_dtype(dtype) -> jnp.dtype:
+    """The dtype of memory states, and of sums over arrays of `dtype`: float64 for float64, float32 for all others."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def to_state_dtype(x: jax.Array) -> jax.Array:
-    """x in the dtype of states, `state_dtype` of its own dtype."""
-    return x.astype(state_dtype(x.dtype))
+    """x in the dtype of memory states, `wide_dtype` of its own."""
+    return x.astype(wide_dtype(x.dtype))

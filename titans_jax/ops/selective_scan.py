@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from titans_jax.ops.matmul import state_dtype
+from titans_jax.ops.matmul import wide_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -61,7 +61,7 @@ def selective_scan(
       resets: tokens before which the state is set to 0: the first ones of packed documents.
       parallel: take the tokens of a chunk by a parallel scan; else one after the other, faster on a CPU.
     """
-    time, dtype = x.shape[1], state_dtype(x.dtype)
+    time, dtype = x.shape[1], wide_dtype(x.dtype)
     tokens, a = Tokens(x, step, b, c, resets), a.astype(dtype)
     run = functools.partial(_chunk_in_parallel if parallel and time > 1 else _chunk_in_order, a)
     count = -(-time // CHUNK)

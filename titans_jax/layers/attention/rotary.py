@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from titans_jax.layers.projections import wide_dtype
+from titans_jax.ops.matmul import wide_dtype
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from titans_jax.layers.head_channels import side_by_side
-from titans_jax.layers.projections import wide_dtype
 from titans_jax.ops.backend import current_backend
+from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import BATCH, HEADS, head_shards, on_devices
 
 BLOCK = 256

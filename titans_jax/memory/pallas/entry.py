@@ -24,7 +24,7 @@ from titans_jax.memory.pallas.gated_delta_rule import KernelGatedDeltaRule
 from titans_jax.memory.pallas.kernel_algorithm import Asked, Heads, HeadState, KernelAlgorithm, Results
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, Surprise
-from titans_jax.ops.matmul import Transposed, state_dtype
+from titans_jax.ops.matmul import Transposed, wide_dtype
 from titans_jax.ops.platform import KERNELS, SUBLANES
 
 EXACT = (KernelDeltaRule, KernelGatedDeltaRule)
@@ -155,7 +155,7 @@ def slow_rows(rule: MemoryRule, params: Params) -> dict:
     """Slow parameters as rows; a number that belongs to a matrix fills a row [1, out]."""
     slow = {name: jnp.atleast_2d(x) for name, x in params.items() if name != "weights"}
     if rule.forget_to_start:
-        dtype = state_dtype(params["weights"][0].dtype)
+        dtype = wide_dtype(params["weights"][0].dtype)
         slow["weights"] = fill_lanes(rule, tuple(w.astype(dtype) for w in params["weights"]))
     for name in rule.retention.slow(tuple(w.shape for w in params["weights"])):
         numbers = zip(params[name], params["weights"], strict=True)
