@@ -15,6 +15,7 @@ from flax import nnx
 
 from titans_jax.config import MemoryConfig, ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.document_layout import find_documents
+from titans_jax.layers.key_projection import key_projection
 from titans_jax.memory import choose_form
 from titans_jax.ops.backend import TPU
 
@@ -46,6 +47,23 @@ def in_pieces(layer, x, pieces):
 def doubles():
     with jax.enable_x64(True):
         yield
+
+
+@pytest.mark.parametrize("time", [1, 6])
+def test_the_projection_on_keys_in_half_precision(time):
+    """A token alone and several, from a sum that is not zero; XLA for CPUs cannot do all of it with operands of
+    bfloat16. Within a few roundings to 8 bits."""
+    rng = np.random.default_rng(2)
+    queries, keys = (jnp.asarray(rng.normal(size=(2, time, 3, 4)), jnp.bfloat16) for _ in range(2))
+    before = jnp.asarray(rng.normal(size=(2, 3, 4, 4)), jnp.float32)
+    found, after = jax.jit(lambda *x: key_projection(x[0], x[1], None, x[2]))(queries, keys, before)
+    q, k, total = (np.asarray(x, np.float64) for x in (queries, keys, before))
+    for t in range(time):
+        unit = k[:, t] / np.linalg.norm(k[:, t], axis=-1, keepdims=True)
+        total = total + np.einsum("bhd,bhe->bhde", unit, unit)
+        expected = np.einsum("bhd,bhde->bhe", q[:, t], total)
+        np.testing.assert_allclose(np.asarray(found[:, t], np.float64), expected, atol=0.05 * np.abs(expected).max())
+    np.testing.assert_allclose(after, total, atol=0.02)
 
 
 class Memories:
