@@ -54,8 +54,8 @@ def test_the_projection_on_keys_in_half_precision(time):
     """A token alone and several, from a sum that is not zero; XLA for CPUs cannot do all of it with operands of
     bfloat16. Within a few roundings to 8 bits."""
     rng = np.random.default_rng(2)
-    queries, keys = (jnp.asarray(rng.normal(size=(2, time, 3, 4)), jnp.bfloat16) for _ in range(2))
-    before = jnp.asarray(rng.normal(size=(2, 3, 4, 4)), jnp.float32)
+    queries, keys = (jnp.asarray(rng.normal(size=(2, time, 2, 8)), jnp.bfloat16) for _ in range(2))
+    before = jnp.asarray(rng.normal(size=(2, 2, 8, 8)), jnp.float32)
     found, after = jax.jit(lambda *x: key_projection(x[0], x[1], None, x[2]))(queries, keys, before)
     q, k, total = (np.asarray(x, np.float64) for x in (queries, keys, before))
     for t in range(time):
