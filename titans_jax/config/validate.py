@@ -152,11 +152,12 @@ def _validate_ranges(config: Config) -> None:
 
 
 def _validate_sizes(values: dict[str, Any]) -> None:
-    """Refuse whole numbers that devices cannot count to, and numbers that are infinite or NaN in float32."""
-    defaults = leaves(Config())
-    for name, value in values.items():
+    """Refuse whole numbers that devices cannot count to, and numbers that are infinite or NaN in float32. Commands that
+    add fields of their own to a configuration check those themselves."""
+    for name, default in leaves(Config()).items():
+        value = values[name]
         for number in value if isinstance(value, tuple) else (value,):
-            real = isinstance(number, float) or isinstance(defaults[name], float)
+            real = isinstance(number, float) or isinstance(default, float)
             if real and not abs(number) <= _LARGEST_REAL:
                 raise ConfigError(f"{name} is {value}; use a number from -{_LARGEST_REAL:g} to {_LARGEST_REAL:g}")
             if not real and isinstance(number, int) and number > _LARGEST and not name.endswith(_COUNTED_HERE):
