@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from titans_jax.config.hints import describe, matches
 from titans_jax.config.schema import ConfigError
 
 
@@ -26,8 +27,6 @@ def check_arguments(
     Raises:
       ConfigError: names the field, the argument and what would work.
     """
-    from titans_jax.config.validate import describe, matches  # which imports this package
-
     for argument, value in arguments.items():
         if argument not in parameters:
             known = ", ".join(parameters) or "nothing"

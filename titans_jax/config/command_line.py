@@ -11,7 +11,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from titans_jax.config import ConfigError, unknown_field
-from titans_jax.config.validate import describe, nearest
+from titans_jax.config.hints import describe, nearest
 
 TYPES = ConstructorRegistry()
 """How values are read that tyro would read in another way."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titans_jax.config import ConfigError, did_you_mean, leaves
-from titans_jax.config.validate import describe
+from titans_jax.config.hints import describe
 
 
 def describe_fields(program: str, config: Any, asked: str | None) -> str:

@@ -53,8 +53,7 @@ def shares_of(
         own = scale * jnp.sum(asked.u.astype(wide) * asked.running_means, axis=-1, keepdims=True)
         if counted:
             number = jnp.sum(visible, axis=2, keepdims=True, dtype=wide)
-            most = visible.shape[2] if aggregation.most is None else aggregation.most
-            scores = scores - jnp.log(jnp.clip(number, 1, max(most, 1)))
+            scores = scores - jnp.log(jnp.clip(number, 1, aggregation.most))
     visible = jnp.concatenate([visible, jnp.ones(own.shape, bool)], axis=2)
     return aggregation.shares(jnp.concatenate([scores, own], axis=2), opening, visible)
 

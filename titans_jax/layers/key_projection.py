@@ -11,7 +11,7 @@ Shapes: b batch, t time, h heads, d head_dim.
 import jax
 import jax.numpy as jnp
 
-from titans_jax.ops.matmul import multiplied_transposed, wide_dtype
+from titans_jax.ops.matmul import transposed_operand, wide_dtype
 
 BLOCK = 128
 """Tokens whose products with each other are taken at once; never changes the numbers beyond rounding."""
@@ -49,7 +49,7 @@ def key_projection(
         return jnp.moveaxis(x.reshape(batch, -1, size, *x.shape[2:]), 1, 0)
 
     def product(equation: str, *operands: jax.Array) -> jax.Array:
-        operands = (multiplied_transposed(x.astype(keys.dtype)) for x in operands)
+        operands = (transposed_operand(x.astype(keys.dtype)) for x in operands)
         return jnp.einsum(equation, *operands, precision="highest", preferred_element_type=dtype)
 
     earlier = jnp.tril(jnp.ones((size, size), bool))

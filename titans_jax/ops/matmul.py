@@ -80,12 +80,12 @@ def concatenate_operands(operands, operand_dtype, axis: int = 0) -> jax.Array:
 
 def contract(x: jax.Array, y: jax.Array, axis: int, operand_dtype) -> jax.Array:
     """The sum of products over `axis` of both operands, as one operation: a separate transpose is slow in a kernel."""
-    x, y = (multiplied_transposed(a.astype(operand_dtype)) for a in (x, y))
+    x, y = (transposed_operand(a.astype(operand_dtype)) for a in (x, y))
     dimensions = (((axis,), (axis,)), ((), ()))
     return jax.lax.dot_general(x, y, dimensions, precision(operand_dtype), wide_dtype(operand_dtype))
 
 
-def multiplied_transposed(x: jax.Array) -> jax.Array:
+def transposed_operand(x: jax.Array) -> jax.Array:
     """An operand of a product that may be computed as transposed: on a CPU bfloat16 as float32, the same numbers, since
     XLA there (jaxlib 0.10.2 and 0.11.2) cannot multiply one transposed bfloat16 matrix by several."""
     return x.astype(jnp.float32) if x.dtype == jnp.bfloat16 and target_platform() == "cpu" else x
