@@ -20,7 +20,7 @@ from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, Op
 from titans_jax.config.validate import validate
 from titans_jax.inference import decode_step, prefill
 from titans_jax.inference.decoding import decoding_parts, decoding_state
-from titans_jax.models import check_model, training_flops_per_token
+from titans_jax.models import check_model, empty_state, training_flops_per_token
 from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.run import init_model
 from titans_jax.training.step import make_train_step
@@ -110,7 +110,7 @@ def decoding(graphdef: nnx.GraphDef, params: Any, context: int, longest: int) ->
     step = jax.jit(
         lambda leaves, token, state: decode_step(jax.tree.unflatten(structure, leaves), token, state), donate_argnums=2
     )
-    state = jax.jit(lambda params: nnx.merge(graphdef, params).init_state(1, longest))(params)
+    state = jax.jit(lambda params: empty_state(graphdef, params, 1, longest))(params)
     for _ in range(context // PIECE):
         state = read(params, np.zeros((1, PIECE), np.int32), state)
     state, token = jax.jit(decoding_state)(state), jnp.zeros((1,), jnp.int32)

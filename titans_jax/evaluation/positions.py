@@ -11,6 +11,7 @@ one compiled function reads all windows, and only the sums over buckets are kept
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -33,7 +34,7 @@ from titans_jax.evaluation.evaluators import EvaluationError, EvaluationOptions,
 from titans_jax.evaluation.perplexity import count_bytes, perplexity_of
 from titans_jax.evaluation.results import Table, file_of, header_of, note_of
 from titans_jax.inference.generate import CAUSE
-from titans_jax.models import granularity, has_memory
+from titans_jax.models import empty_state, granularity, has_memory
 from titans_jax.plots import figure, save_csv, save_json
 
 if TYPE_CHECKING:
@@ -192,15 +193,13 @@ class LongReader:
     def __init__(self, graphdef: nnx.GraphDef, *, closed: bool = False):
         """closed: windows are whole chunks, see `LanguageModel.extend`."""
 
-        def empty(params: Any, rows: int, length: int) -> Any:
-            return nnx.merge(graphdef, params).init_state(rows, length)
-
         def read(params: Any, state: Any, piece: jax.Array, there: jax.Array) -> tuple[jax.Array, Any]:
             logits, state = nnx.merge(graphdef, params).extend(piece[:, :-1], state, closed=closed)
             nats = optax.softmax_cross_entropy_with_integer_labels(logits, piece[:, 1:])
             return sharding.replicate(jnp.sum(nats, axis=0, where=there[:, None])), state
 
-        self._empty, self._read = jax.jit(empty, static_argnums=(1, 2)), jax.jit(read)
+        self._empty = jax.jit(functools.partial(empty_state, graphdef), static_argnums=(1, 2))
+        self._read = jax.jit(read)
 
     def loss_by_position(self, params: Any, rows: np.ndarray, window: int, *, fresh: bool) -> np.ndarray:
         """Cross entropy in nats of every target, summed over rows: float64 [length], of int [rows, length + 1].

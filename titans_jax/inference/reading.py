@@ -31,7 +31,7 @@ from titans_jax.config import ModelConfig, to_dict
 from titans_jax.data.packing import encode_after, stretches
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
-from titans_jax.models import granularity
+from titans_jax.models import empty_state, granularity
 
 FORMAT = "1"
 LATER = {
@@ -177,7 +177,7 @@ class Reader:
 
     def start(self) -> Memory:
         """The memory before the first token of a document."""
-        state = jax.jit(lambda params: nnx.merge(self._graphdef, params).init_state(1, 8))(self._params)
+        state = jax.jit(lambda params: empty_state(self._graphdef, params, 1, 8))(self._params)
         return Memory(state, self._tokenizer.bos_id, 0, self.fingerprint)
 
     def encode(self, text: str | Iterable[str], memory: Memory | None = None) -> Iterator[np.ndarray]:
@@ -226,7 +226,7 @@ class Reader:
         return state, jnp.sum(optax.softmax_cross_entropy_with_integer_labels(logits[0], targets))
 
     def _shapes(self, length: int) -> Any:
-        return jax.eval_shape(lambda params: nnx.merge(self._graphdef, params).init_state(1, length), self._params)
+        return jax.eval_shape(lambda params: empty_state(self._graphdef, params, 1, length), self._params)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from titans_jax import sharding
+from titans_jax.models import empty_state
 
 FREE = PartitionSpec.UNCONSTRAINED
 """A dimension whose place on the mesh the compiler chooses."""
@@ -70,16 +71,14 @@ class RowStates:
         return jax.tree.unflatten(jax.tree.structure(state), parts)
 
     def _empty(self, params: Any, rows: int, length: int) -> Any:
-        return self.spread(params, self._init(params, rows, length))
-
-    def _init(self, params: Any, rows: int, length: int) -> Any:
-        return nnx.merge(self._graphdef, params).init_state(rows, length)
+        return self.spread(params, empty_state(self._graphdef, params, rows, length))
 
     def _batch_axes(self, params: Any) -> list[int | None]:
         """For every leaf of a state, the axis that is the rows', or None where it has none."""
         if self._axes is None:
             two, three = (
-                jax.tree.leaves(jax.eval_shape(lambda params, n=n: self._init(params, n, 8), params)) for n in (2, 3)
+                jax.tree.leaves(jax.eval_shape(lambda params, n=n: empty_state(self._graphdef, params, n, 8), params))
+                for n in (2, 3)
             )
             self._axes = [
                 next((axis for axis, size in enumerate(one.shape) if size != other.shape[axis]), None)

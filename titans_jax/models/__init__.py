@@ -12,7 +12,16 @@ from titans_jax.models.pattern import (
     has_memory,
     training_flops_per_token,
 )
-from titans_jax.models.stack import HEADS, BlockStack, TokenStack, cycles_apart, head_of, make_model, register_head
+from titans_jax.models.stack import (
+    HEADS,
+    BlockStack,
+    TokenStack,
+    cycles_apart,
+    empty_state,
+    head_of,
+    make_model,
+    register_head,
+)
 from titans_jax.models.writes import without_writes
 
 __all__ = [
@@ -28,6 +37,7 @@ __all__ = [
     "WindowBlock",
     "check_model",
     "cycles_apart",
+    "empty_state",
     "forward_flops_per_token",
     "granularity",
     "has_memory",

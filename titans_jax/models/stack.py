@@ -197,3 +197,8 @@ def make_model(config: ModelConfig, *, rngs: nnx.Rngs) -> BlockStack:
     """The model of a configuration: its blocks under its head; raises as `head_of`."""
     head, arguments = head_of(config)
     return head(config, **arguments, rngs=rngs)
+
+
+def empty_state(graphdef: nnx.GraphDef, params: Any, batch_size: int, max_length: int | None = None) -> Any:
+    """`BlockStack.init_state` of a model that is taken apart, with its parameters as an argument for `jax.jit`."""
+    return nnx.merge(graphdef, params).init_state(batch_size, max_length)

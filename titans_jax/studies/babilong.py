@@ -23,6 +23,7 @@ has no other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
 from collections import Counter
@@ -39,7 +40,7 @@ from flax import nnx
 from titans_jax import plots
 from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, OptimizerConfig, did_you_mean
 from titans_jax.evaluation.babilong import TASKS
-from titans_jax.models import granularity
+from titans_jax.models import empty_state, granularity
 from titans_jax.models.loss import Batch
 from titans_jax.studies import models
 from titans_jax.studies.babilong_rows import (
@@ -202,15 +203,12 @@ def make_reader(graphdef: nnx.GraphDef) -> tuple[Callable[..., Any], Callable[..
     """Compiled (params, rows, length) -> an empty state, and (params, state, tokens [rows, time]) -> the likeliest next
     tokens, int32 [rows, time], and the state after `tokens`."""
 
-    def empty(params: Any, rows: int, length: int) -> Any:
-        return nnx.merge(graphdef, params).init_state(rows, length)
-
     def read(params: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         model = nnx.merge(graphdef, params)
         logits, state = model.extend(tokens, state, closed=tokens.shape[1] % granularity(model.config) == 0)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), state
 
-    return jax.jit(empty, static_argnums=(1, 2)), jax.jit(read)
+    return jax.jit(functools.partial(empty_state, graphdef), static_argnums=(1, 2)), jax.jit(read)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,12 @@ from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least
 from titans_jax.studies.table import Row
 from titans_jax.studies.tasks import Language
 
+POSITION_COLUMNS = [
+    Column("bits_per_byte", "bits per byte"), Column("memory_gain", "memory gain"),
+    Column("last_over_best", "last over best"), Column("last_over_fresh", "last over emptied"),
+]  # fmt: skip
+"""What a table says of models that were read far beyond their rows; see `titans_jax.studies.tasks.Language`."""
+
 
 @dataclass(frozen=True)
 class LengthOptions(StudyOptions):
@@ -97,10 +103,7 @@ class LengthStudy(Study):
 
     def columns(self, options: LengthOptions) -> list[Column]:
         """See `Study`."""
-        return [
-            Column("bits_per_byte", "bits per byte"), Column("memory_gain", "memory gain"),
-            Column("last_over_best", "last over best"), Column("last_over_fresh", "last over emptied"),
-        ]  # fmt: skip
+        return POSITION_COLUMNS
 
     def notes(self, options: LengthOptions) -> str:
         """See `Study`."""

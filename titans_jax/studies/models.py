@@ -19,7 +19,7 @@ from titans_jax.layers.mamba import MambaState
 from titans_jax.memory import MemoryState
 from titans_jax.memory.log_linear import Levels
 from titans_jax.memory.rule.presets import PRESETS
-from titans_jax.models import BLOCKS, has_memory
+from titans_jax.models import BLOCKS, empty_state, has_memory
 from titans_jax.training.run import abstract_model, count_params, with_parameters
 
 Made = TypeVar("Made")
@@ -148,7 +148,7 @@ def state_floats(model: ModelConfig, sequence_length: int) -> int:
     window of attention that blocks with attention and a memory keep, or that of Samba.
     """
     graphdef, params = abstract_model(model)
-    state = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1, sequence_length), params)
+    state = jax.eval_shape(lambda params: empty_state(graphdef, params, 1, sequence_length), params)
     if has_memory(model):
         kept = [layer.kept for layer in _nodes(state, CachedMemoryState)]
         memories = _nodes(state, MemoryState)

@@ -21,7 +21,7 @@ from titans_jax.config import ConfigError, MemoryConfig, ModelConfig
 from titans_jax.models.loss import Batch
 from titans_jax.models.retrofit import Retrofit
 from titans_jax.studies import models
-from titans_jax.studies.length import draw_positions
+from titans_jax.studies.length import POSITION_COLUMNS, draw_positions
 from titans_jax.studies.models import ATTENTION, NEVER, WINDOW
 from titans_jax.studies.study import Cell, Column, Study, StudyOptions, at_least_one, register_study, with_seeds
 from titans_jax.studies.table import Row
@@ -145,10 +145,7 @@ class RetrofitStudy(Study):
 
     def columns(self, options: RetrofitOptions) -> list[Column]:
         """See `Study`."""
-        return [
-            Column("bits_per_byte", "bits per byte"), Column("memory_gain", "memory gain"),
-            Column("last_over_best", "last over best"), Column("last_over_fresh", "last over emptied"),
-        ]  # fmt: skip
+        return POSITION_COLUMNS
 
     def notes(self, options: RetrofitOptions) -> str:
         """See `Study`."""

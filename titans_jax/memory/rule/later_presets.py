@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from titans_jax.memory.rule import algorithms, architectures, biases, retentions
 from titans_jax.memory.rule.gate_choices import GateChoices
-from titans_jax.memory.rule.presets import matrix, register_preset
+from titans_jax.memory.rule.presets import gated_deltanet, matrix, register_preset
 from titans_jax.memory.rule.rule import MemoryRule
 
 
@@ -21,7 +21,7 @@ def kimi_delta_attention() -> MemoryRule:
 
     The retention a is Mamba2's, with a rate for every head and a step for every channel.
     """
-    return delta()
+    return gated_deltanet()
 
 
 @register_preset(gates=GateChoices("rate", "sigmoid", erase="head", corrected_queries=True))
@@ -31,7 +31,7 @@ def comba() -> MemoryRule:
     a and step are as in Gated DeltaNet; b, a sigmoid, and d are learned numbers, one per head. The equations are from
     secondary notes and public code.
     """
-    return delta()
+    return gated_deltanet()
 
 
 @register_preset(gates=GateChoices(key="rate", erase="channels"))
@@ -41,7 +41,7 @@ def gated_deltanet_2() -> MemoryRule:
     a is as in Kimi's; b, for every key channel, and w, for every value channel, are sigmoids. With b = w = step it is
     Kimi's rule. The equation is from secondary notes and public code.
     """
-    return delta()
+    return gated_deltanet()
 
 
 @register_preset(gates=GateChoices("rate", "sigmoid", preconditioned=True))
@@ -50,13 +50,13 @@ def preconditioned_delta() -> MemoryRule:
 
     m is in `key_step_size`; `titans_jax.layers.preconditioner` has its equations and their source.
     """
-    return delta()
+    return gated_deltanet()
 
 
 @register_preset(gates=GateChoices(step_size="sigmoid", key="rate", preconditioned=True))
 def preconditioned_kimi() -> MemoryRule:
     """Diag(a) W - step (m * k)^T (k Diag(a) W - v): Kimi Delta Attention, preconditioned (arXiv 2604.21100)."""
-    return delta()
+    return gated_deltanet()
 
 
 @register_preset(gates=GateChoices(keys="rotated"))
@@ -91,8 +91,3 @@ def hope(depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule
     """
     architecture = architectures.residual_mlp(depth, expansion)
     return MemoryRule(architecture, biases.l2(), retentions.decay(), algorithms.delta_gradient_descent(), chunk_size)
-
-
-def delta() -> MemoryRule:
-    """The delta rule whose error is taken after forgetting: what these models share, as does Gated DeltaNet."""
-    return matrix(biases.l2(), algorithms.gradient_descent(decay_first=True))
