@@ -66,6 +66,8 @@ def supervise(command: list[str], run_dir: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    """Print the latest step of the run folder after "--step", or supervise `titans train` with the arguments given;
+    returns the exit code."""
     if arguments[:1] == ["--step"]:
         print(latest_step(Path(arguments[1])))
         return 0

@@ -156,6 +156,7 @@ def baselines_of(cells: list[Cell]) -> list[Baseline]:
 
 
 def number_words(value: float | None, digits: int) -> str:
+    """A number with `digits` decimals, as in "1,234.50", or "" where there is none."""
     if value is None or math.isnan(value):
         return ""
     return f"{value:,.{digits}f}" if abs(value) < 1e6 else f"{value:.2e}"
@@ -194,6 +195,7 @@ def terminal_table(rows: list[Row], columns: list[Column], baselines: list[Basel
 
 
 def label_word(value: Any) -> str:
+    """A label as a table prints it; None is ""."""
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
