@@ -154,7 +154,7 @@ def test_pieces_equal_the_whole(caching):
     assert kinds(state) == kinds(init_state(layer))
 
 
-OF_THEIR_OWN = ["omeganet", "atlas", "mamba3", "comba", "preconditioned_kimi"]
+OF_THEIR_OWN = ["omeganet", "atlas", "mamba3", "mamba3_mimo", "comba", "preconditioned_kimi"]
 """Presets whose layers carry more than weights from segment to segment, or read with other queries than projected."""
 
 

@@ -12,10 +12,10 @@ from model_oracle import rms_norm, sigmoid, silu
 from tests.slopes import assert_slope_is_the_difference
 from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, memory_rule
 from titans_jax.config.validate import validate
-from titans_jax.layers import NeuralMemory
+from titans_jax.layers import NeuralMemory, memory_layer
 from titans_jax.layers.document_layout import find_documents
 from titans_jax.models import BLOCKS
-from titans_jax.models.flops import memory_layer_flops
+from titans_jax.models.flops import caching_flops, memory_layer_flops
 
 RANK, HEADS, WIDTH, TIME, BATCH = 3, 2, 6, 9, 2
 DIM = HEADS * WIDTH
@@ -28,19 +28,22 @@ def with_memory(**fields):
     return ModelConfig(**{**vars(CONFIG), "memory": MemoryConfig(**{**vars(MEMORY), **fields})})
 
 
+CACHED = with_memory(caching="residual", cache_segment=2)
+
+
 @functools.cache
 def drawn(config=CONFIG):
     """(parameters by path, x [b, t, dim]), all of them far from their starts."""
     generator = np.random.default_rng(0)
     with jax.enable_x64(True):
-        shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(NeuralMemory(config, rngs=nnx.Rngs(0)))))
+        shapes = jax.eval_shape(lambda: nnx.to_pure_dict(nnx.state(memory_layer(config, rngs=nnx.Rngs(0)))))
     parameters = jax.tree.map(lambda leaf: generator.normal(size=leaf.shape), shapes)
     return parameters, generator.normal(size=(BATCH, TIME, DIM))
 
 
 @functools.cache
 def graphdef(config):
-    return nnx.split(jax.eval_shape(lambda: NeuralMemory(config, rngs=nnx.Rngs(0))))
+    return nnx.split(jax.eval_shape(lambda: memory_layer(config, rngs=nnx.Rngs(0))))
 
 
 def layer(config, parameters):
@@ -73,10 +76,11 @@ def unit(x):
     return x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 1e-6)
 
 
-def expected(x, tied_to=None):
+def expected(x, tied_to=None, segment=None):
     """y [t, dim] of one row x [t, dim] from an empty memory, every head with its own state, as published; with keys
-    that are `tied_to` the queries."""
-    p, out = drawn()[0], []
+    that are `tied_to` the queries; with what the states at the ends of earlier segments answer added to the read
+    (Memory Caching, residual)."""
+    p, out, kept = drawn()[0], [], []
     r = p["rotation"]
     queries, keys = (unit(features(p[name], x, (HEADS, RANK))) for name in ("query", "key"))
     keys = keys if tied_to is None else tied_to(queries)
@@ -88,6 +92,8 @@ def expected(x, tied_to=None):
         return np.concatenate([[x[0] * cos - x[1] * sin, x[0] * sin + x[1] * cos], x[2:]])
 
     for t, row in enumerate(x):
+        if segment and t and t % segment == 0:
+            kept.append(state.copy())
         logits = np.einsum("d,dhk->hk", row / np.sqrt(DIM), r["kernel"]) + r["bias"]
         step = np.log1p(np.exp(logits[:, 0] + r["step_bias"]))
         a = np.exp(-step * np.maximum(np.log1p(np.exp(logits[:, 1])), 1e-4))
@@ -105,7 +111,8 @@ def expected(x, tied_to=None):
                 now.append((k, v))
             for j in range(RANK):
                 q = turned(rms_norm(queries[t, h, j], r["query_norm"]["scale"][h, j]) + r["query_bias"][h, j], h)
-                y = rms_norm(q @ state[h] + r["skip"][h] * now[h * RANK + j][1], p["norm"]["scale"][h])
+                read = q @ (state[h] + sum(earlier[h] for earlier in kept))
+                y = rms_norm(read + r["skip"][h] * now[h * RANK + j][1], p["norm"]["scale"][h])
                 mixed[h] += r["read_mix"][h, j] * y * silu(r["gate_mix"][h, j] * gate[h])
         last = now
         out.append(mixed.reshape(-1) @ p["output_projection"]["kernel"])
@@ -146,13 +153,21 @@ def test_documents_and_persistent_tokens_are_read_as_if_alone():
                 assert_same(reads[row, begin:end], wanted)
 
 
+def test_every_rank_reads_kept_memories_too():
+    x = drawn()[1]
+    reads = run(x, config=CACHED, parameters=drawn()[0])
+    for row in range(BATCH):
+        assert_same(reads[row], expected(x[row], segment=CACHED.memory.cache_segment))
+
+
+@pytest.mark.parametrize("config", [CONFIG, CACHED], ids=["alone", "cached"])
 @pytest.mark.parametrize("pieces", [(4, 5), (1, 6, 1, 1)])
-def test_a_sequence_may_be_cut_anywhere(pieces):
+def test_a_sequence_may_be_cut_anywhere(pieces, config):
     x = drawn()[1]
 
     def read(parameters, x):
-        module = layer(CONFIG, parameters)
-        state, reads, begin = module.init_state(BATCH), [], 0
+        module = layer(config, parameters)
+        state, reads, begin = module.init_state(BATCH, None, TIME), [], 0
         for piece in pieces:
             y, state, _ = module(x[:, begin : begin + piece], state)
             reads.append(y)
@@ -161,7 +176,8 @@ def test_a_sequence_may_be_cut_anywhere(pieces):
 
     with jax.enable_x64(True):
         reads = np.asarray(jax.jit(read)(drawn()[0], x))
-    assert_same(reads, np.array([expected(row) for row in x]))
+    segment = config.memory.cache_segment if config.memory.caching else None
+    assert_same(reads, np.array([expected(row, segment=segment) for row in x]))
 
 
 def test_a_later_token_changes_no_earlier_output():
@@ -245,12 +261,6 @@ def test_half_precision_is_near():
     [
         ("lmm", {"mimo_rank": 0}, "model.memory.mimo_rank is 0; use at least 1"),
         (
-            "lmm",
-            {"caching": "gated"},
-            "model.memory.caching is 'gated', and a token reads with 3 queries with preset mamba3_mimo; use None, or "
-            "model.memory.mimo_rank 1",
-        ),
-        (
             "mac",
             {},
             "model.memory.mimo_rank is 3, and mac's attention takes one read of the memory for every token; use 1, or "
@@ -277,3 +287,9 @@ def test_operations():
     more = 2 * 2 * (2 * DIM**2 + 2 * CONFIG.conv_size * DIM) + HEADS * 4 * 2 * (3 * WIDTH**2 + 64 * 2 * WIDTH)
     more += HEADS * 2 * 2 * 3 * 3 * WIDTH
     assert memory_layer_flops(CONFIG) - memory_layer_flops(MAMBA3) == more
+
+
+def test_operations_of_kept_memories():
+    """In 9 tokens, in segments of 2, the tokens of each segment read one kept memory more than those before: 16 reads
+    of 6 x 6 numbers by three queries in either head."""
+    assert caching_flops(CACHED, TIME) * TIME == (2 * (1 + 2 + 3) + 4) * HEADS * 3 * 2 * WIDTH**2

@@ -199,8 +199,8 @@ def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
     """The aggregation that reads kept memories, None where none are kept.
 
     Raises:
-      ConfigError: there is no such aggregation, a token has several queries, a segment is not a whole number of chunks,
-        or segments that restart would be merged.
+      ConfigError: there is no such aggregation, a segment is not a whole number of chunks, or segments that restart
+        would be merged.
     """
     if config.caching is None:
         return None
@@ -208,12 +208,7 @@ def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
 
     part, arguments = _called("model.memory.caching", config.caching, AGGREGATIONS)
     rule = memory_rule(config)
-    chunk_size, rank = rule.chunk_size, gate_choices(config).key_rank(rule)
-    if rank > 1:
-        raise ConfigError(
-            f"model.memory.caching is {config.caching!r}, and a token reads with {rank} queries with preset "
-            f"{config.preset}; use None, or model.memory.mimo_rank 1"
-        )
+    chunk_size = rule.chunk_size
     if config.cache_segment % chunk_size:
         below = max(config.cache_segment // chunk_size, 1) * chunk_size
         raise ConfigError(

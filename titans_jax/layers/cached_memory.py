@@ -8,7 +8,8 @@ A whole row is written segment by segment, by a scan, and then read at once, wit
 Streaming keeps memories in an array of fixed size. Which ones a token reads, all of them or logarithmically many, is
 decided in memory/cache_segments.py. How we read the paper: memory/later_models.md, Memory Caching.
 
-Shapes: b batch, t time, h heads, d head_dim, n kept memories.
+Shapes: b batch, t time, h heads, d head_dim, n kept memories, r queries of a token, where it has several (Mamba-3's
+MIMO).
 """
 
 import dataclasses
@@ -88,9 +89,9 @@ class CachedMemoryState(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Results of writing tokens from a segment's start on: queries [b, t, h, d], the features that they are among, the
-    running memory's reads [b, t, h, d], the weights at the ends of the whole segments [b, n, h, in, out], the state of
-    the running memory, a report."""
+    """Results of writing tokens from a segment's start on: queries [b, t, h, (r,) d], the features that they are among,
+    the running memory's reads [b, t, h, (r,) d], the weights at the ends of the whole segments [b, n, h, in, out], the
+    state of the running memory, a report."""
 
     queries: jax.Array
     features: dict[str, jax.Array]
@@ -235,7 +236,8 @@ class CachedMemory(NeuralMemory):
             parts.append(tuple(part))
         reads, surprise = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
-        return Segments(inputs.queries, features, reads, ends, running._replace(memory=after), report)
+        reads, queries = self.whole_reads(inputs, reads), self.own_queries(inputs)
+        return Segments(queries, features, reads, ends, running._replace(memory=after), report)
 
     # Reading a whole row
 
@@ -262,7 +264,8 @@ class CachedMemory(NeuralMemory):
             shares = self._shares(self._of_tokens(read, time), asked)
             reads = self._together(kept, shares, queries, reads, self.segment, levels)
         if documents is not None:
-            reads = jnp.where(aligned(documents, self.segment)[:, None, None, None], reads, jnp.nan)
+            whole = aligned(documents, self.segment).reshape(-1, *[1] * (reads.ndim - 1))
+            reads = jnp.where(whole, reads, jnp.nan)
         reads, _ = self.complete(reads, features, running, documents, start)
         return reads, report
 
@@ -282,7 +285,7 @@ class CachedMemory(NeuralMemory):
         if self.writes:
             inputs, running = self.head_inputs(x, features, running)
             reads, running, report = self.write(inputs, running)
-            queries = inputs.queries
+            queries = self.own_queries(inputs)
         else:
             queries, report = features["query"], {}
             reads = self.retrieve(running.memory.weights, queries)
@@ -353,10 +356,10 @@ class CachedMemory(NeuralMemory):
         return jax.tree.map(from_segments, reads), state, report_of_tokens(report)  # segments of one token
 
     def _within_room(self, number: jax.Array, slots: int, reads: jax.Array) -> jax.Array:
-        """Reads [b, t, h, d] of tokens after `number` whole segments ([] or [1, t]), NaN where there are too few
+        """Reads [b, t, h, (r,) d] of tokens after `number` whole segments ([] or [1, t]), NaN where there are too few
         slots."""
         fits = number <= self.cut.room(slots)
-        return jnp.where(fits.reshape(1, -1, 1, 1), reads, jnp.nan)
+        return jnp.where(fits.reshape(1, -1, *[1] * (reads.ndim - 2)), reads, jnp.nan)
 
     def _state(
         self,
@@ -398,10 +401,12 @@ class CachedMemory(NeuralMemory):
         segment: int | None = None,
         levels: Levels | None = None,
     ) -> jax.Array:
-        """`read_together` of a batch of heads, [b, t, h, d]."""
+        """`read_together` of a batch of heads, [b, t, h, (r,) d]; all queries of a token read with the same shares."""
 
         def one(params, kept, shares, queries, reads, levels):
-            return read_together(self.aggregation, self.rule, params, kept, shares, queries, reads, segment, levels)
+            together = functools.partial(read_together, self.aggregation, self.rule, params, kept, shares)
+            together = functools.partial(together, segment=segment, levels=levels)
+            return (jax.vmap(together, 1, 1) if queries.ndim > 2 else together)(queries, reads)
 
         heads = jax.vmap(one, in_axes=(0, 1, None, 1, 1, None), out_axes=1)
         return jax.vmap(heads, in_axes=(None, 0, 0, 0, 0, 0))(self.params(), kept, shares, queries, reads, levels)

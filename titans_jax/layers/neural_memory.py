@@ -257,10 +257,16 @@ class NeuralMemory(HeadReads):
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
         """Write the inputs: reads [b, t, h, (r,) d], the state with the memories after them, and a report."""
         reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
-        if self.rotation is not None:
-            reads = self.rotation.whole_reads(inputs, reads)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
-        return reads, MemoryLayerState(after, state.tails), report
+        return self.whole_reads(inputs, reads), MemoryLayerState(after, state.tails), report
+
+    def whole_reads(self, inputs: HeadInputs, reads: jax.Array) -> jax.Array:
+        """Reads [b, t, h, (r,) d] of a token's own queries, of what `memorize` read."""
+        return reads if self.rotation is None else self.rotation.whole_reads(inputs, reads)
+
+    def own_queries(self, inputs: HeadInputs) -> jax.Array:
+        """A token's own queries [b, t, h, (r,) d]."""
+        return inputs.queries if self.rotation is None else self.rotation.own(inputs.queries)
 
     def complete(
         self,

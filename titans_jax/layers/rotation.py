@@ -164,10 +164,15 @@ class Rotation(nnx.Module):
         """Reads [b, t, h, (r,) d] after all writes of a token, made of reads [b, t, h, (2 r,) d] after each write."""
         if self.rank == 1:
             return reads
-        own, dtype = (slice(None),) * 3 + (slice(self.rank, None),), inputs.keys.dtype
-        scores = matmul(inputs.queries[own], jnp.swapaxes(inputs.keys[own], -1, -2), dtype)
-        scores = jnp.triu(scores * inputs.gates.step_size[own][..., None, :], 1)  # of writes behind the read
-        return reads[own] + matmul(scores, inputs.values[own], dtype)
+        queries, keys, values, steps = map(self.own, (*inputs[:3], inputs.gates.step_size))
+        scores = matmul(queries, jnp.swapaxes(keys, -1, -2), keys.dtype)
+        scores = jnp.triu(scores * steps[..., None, :], 1)  # of writes behind the read
+        return self.own(reads) + matmul(scores, values, keys.dtype)
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """What belongs to a token itself, [b, t, h, r, ...], not to the token before, of [b, t, h, 2 r, ...]; with rank
+        1, which has a read for a token and not for a write, all that is given."""
+        return x if self.rank == 1 else x[:, :, :, self.rank :]
 
     def with_skip(self, reads: jax.Array, values: jax.Array) -> jax.Array:
         """Reads [b, t, h, (r,) d] plus D times a token's value [b, t, h, d], or its ranks' values:

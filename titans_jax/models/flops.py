@@ -134,6 +134,7 @@ def caching_flops(model: ModelConfig, time: int) -> float:
     whole, rest = divmod(time, model.memory.cache_segment)
     seen = CACHE_SEGMENTS[model.memory.cache_segmentation].count
     kept = (model.memory.cache_segment * sum(map(seen, range(whole))) + rest * seen(whole)) / time
+    kept *= gate_choices(model.memory).key_rank(memory_rule(model.memory))  # each query of a token reads
     return kept * memory_read_flops(model) + projection_flops(model) * aggregation.scored
 
 
