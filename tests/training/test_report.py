@@ -8,16 +8,19 @@ import os
 import re
 import signal
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
 
-from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig
+from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, OptimizerConfig
 from titans_jax.training import device_memory
 from titans_jax.training.diagnostics import harmful, ignored, plot_memory, warnings
 from titans_jax.training.metrics import MetricsWriter, plot_losses, read_metrics
+from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.report import say
-from titans_jax.training.run import count_params
+from titans_jax.training.run import count_params, init_model
+from titans_jax.training.step import first_state
 from titans_jax.training.stop import StopRequest
 
 MODEL = ModelConfig(memory=MemoryConfig(max_step_size=0.64, step_unit="head_dim"))
@@ -76,6 +79,28 @@ def test_a_model_that_is_larger_than_a_device_is_refused(monkeypatch):
     monkeypatch.setattr(device_memory, "bytes_limit", lambda: asked // 3)
     with pytest.raises(ConfigError, match=r"model.dim 64 x model.depth 1 asks for .* GB of .*; use .* mesh.fsdp 3 or"):
         device_memory.check_state_fits(Config(model=model), None)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        OptimizerConfig(),
+        OptimizerConfig(ema=0.99),
+        OptimizerConfig(name="muon"),
+        OptimizerConfig(train_only=("feed_forward",)),
+    ],
+)
+def test_only_moments_that_are_kept_count(monkeypatch, optimizer):
+    """Muon keeps one moment of a matrix, and what is not trained has none: such a run fits where AdamW's does not."""
+    config = Config(model=ModelConfig(pattern=("attention",), dim=64, depth=1, num_heads=1), optimizer=optimizer)
+    graphdef, params = init_model(config.model, 0)
+    state = first_state(config, make_optimizer(optimizer, config.training.steps), params, None)
+    held = sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim)
+    monkeypatch.setattr(device_memory, "bytes_limit", lambda: held)
+    device_memory.check_state_fits(config, None)
+    monkeypatch.setattr(device_memory, "bytes_limit", lambda: held - 1)
+    with pytest.raises(ConfigError, match="parameters and optimizer state on each device"):
+        device_memory.check_state_fits(config, None)
 
 
 def test_healthy_memories_give_no_warning():

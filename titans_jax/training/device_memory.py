@@ -6,11 +6,10 @@ import re
 import jax
 
 from titans_jax.config import Config, ConfigError
+from titans_jax.training.optimizer import make_optimizer
 from titans_jax.training.report import TrainingStopped
 from titans_jax.training.run import abstract_model
 
-COPIES = 3
-"""Numbers kept for every parameter: itself and the two moments of AdamW; one more with optimizer.ema."""
 LOWER = "raise training.gradient_accumulation or mesh.fsdp, or lower data.batch_size, data.sequence_length or model.dim"
 
 
@@ -26,12 +25,10 @@ def check_state_fits(config: Config, mesh: jax.sharding.Mesh | None) -> None:
     if limit is None:
         return
     shards = mesh.shape["fsdp"] * mesh.shape["tensor"] if mesh else 1
-    arrays = jax.tree.leaves(abstract_model(config.model)[1])
-    asked = (
-        (COPIES + (config.optimizer.ema is not None))
-        * sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-        / shards
-    )
+    params = abstract_model(config.model)[1]
+    kept = [params, jax.eval_shape(make_optimizer(config.optimizer, config.training.steps).init, params)]
+    kept += [params] * (config.optimizer.ema is not None)
+    asked = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(kept) if x.shape) / shards
     if asked > limit:
         raise ConfigError(
             f"model.dim {config.model.dim} x model.depth {config.model.depth} asks for {asked / 1e9:.2f} GB of "
