@@ -189,6 +189,41 @@ def by_channel(name):
     return memory.memorize(rule, params, memory.init_state(rule, params), *tokens, gates)
 
 
+def unanchored(preset, tokens):
+    """A state left without an anchor by some of 12 tokens; functions of a state that write the others and that read
+    all; and the reads that are expected of the others."""
+    rule = preset(chunk_size=4, expansion=2)
+    params = memory.init_params(rule, jax.random.key(0), HEAD_DIM)
+    rows = jax.random.normal(jax.random.key(1), (3, 12, HEAD_DIM)) / HEAD_DIM**0.5
+    gates = memory.Gates.from_values(*jnp.full((3, 12), 0.01))
+    first, others = (jax.tree.map(lambda x: x[part], (*rows, gates)) for part in (slice(tokens), slice(tokens, None)))  # noqa: B023
+    start = memory.init_state(rule, params)
+    _, state = memory.memorize(rule, params, start, *first, return_anchor=False)
+    expected, _ = memory.memorize(rule, params, start, *rows, gates, "recurrent")
+
+    def write(state, form="chunked"):
+        return memory.memorize(rule, params, state, *others, form)[0]
+
+    return state, write, lambda state: memory.retrieve(rule, params, state, rows[0]), expected[tokens:]
+
+
+@pytest.mark.parametrize("preset", [memory.presets.titans, memory.presets.moneta])
+def test_a_state_without_an_anchor_starts_a_chunk(preset):
+    state, write, read, expected = unanchored(preset, 8)
+    closed = memory.start_chunk(state)
+    np.testing.assert_array_equal(read(state), read(closed))
+    for form in ("recurrent", "associative", "chunked"):
+        np.testing.assert_array_equal(write(state, form), write(closed, form))
+        np.testing.assert_allclose(write(state, form), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("use, preset", [("write", memory.presets.titans), ("read", memory.presets.moneta)])
+def test_an_open_chunk_without_an_anchor_is_refused(use, preset):
+    state, write, read, _ = unanchored(preset, 6)
+    with pytest.raises(ValueError, match="state.anchor is None: .* use start_chunk"):
+        write(state) if use == "write" else read(state)
+
+
 TWO_STEPS = SimpleNamespace(rule=memory.presets.delta_product())
 BAD_INPUT = {
     "form": lambda: call(form="parallel"),

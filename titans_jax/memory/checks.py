@@ -24,9 +24,10 @@ def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries:
             "init_params(rule, key, head_dim) and init_state(rule, params) make, in this order."
         )
     _check_arrays(queries=queries)
-    if "weights" not in params or queries.ndim < 1:
-        what = f"params has {sorted(params)}" if queries.ndim else "queries is a number"
-        raise ValueError(f"{what}: give what init_params(rule, key, head_dim) makes, and queries [..., head_dim].")
+    if "weights" not in params:
+        raise ValueError(f"params has {sorted(params)}: it must be what init_params(rule, key, head_dim) makes.")
+    if queries.ndim < 1:
+        raise ValueError("queries is a number: it must be an array [..., head_dim].")
     if queries.dtype not in (jnp.float32, jnp.bfloat16, jnp.float64):
         raise ValueError(f"queries is {queries.dtype}: it must be float32, bfloat16 or float64.")
     head_dim = queries.shape[-1]
@@ -44,6 +45,15 @@ def check_queries(rule: MemoryRule, params: Params, state: MemoryState, queries:
         )
     if isinstance(state.position, int) and not 0 <= state.position < rule.chunk_size:
         raise ValueError(f"state.position is {state.position}: it must be 0 to {rule.chunk_size - 1}.")
+
+
+def check_anchor(state: MemoryState) -> None:
+    """Raises ValueError where a state was left without an anchor, and may be inside a chunk."""
+    if state.anchor is None and not (isinstance(state.position, int) and state.position == 0):
+        raise ValueError(
+            "state.anchor is None: memorize left it out for return_anchor=False, and the open chunk's gradients and "
+            "reads need it; use start_chunk(state), or return_anchor=True."
+        )
 
 
 def _check_rule(rule: object) -> None:
@@ -76,6 +86,7 @@ def check(rule: MemoryRule, params: Params, state: MemoryState, inputs: MemoryIn
             + "; vmap over all else."
         )
     check_queries(rule, params, state, queries)
+    check_anchor(state)
     time, head_dim = queries.shape[0], queries.shape[-1]
     expected = rule.shapes(head_dim)
     if len(state.momentum) != (len(expected) if rule.algorithm.has_momentum else 0):

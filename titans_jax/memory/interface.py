@@ -6,7 +6,7 @@
     reads, state = memorize(rule, params, state, queries, keys, values, gates)
     reads  = retrieve(rule, params, state, queries)
 
-Pure functions on arrays (jax only), one head of one sequence; callers vmap over batch and heads.
+Pure functions on arrays, one head of one sequence; callers vmap over batch and heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.checks import check, check_queries
+from titans_jax.memory.checks import check, check_anchor, check_queries
 from titans_jax.memory.forms import associative, chunked, recurrent
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
 from titans_jax.memory.forms.inner_gradient import read, readable_weights
@@ -125,7 +125,7 @@ def memorize(
       silently wrong.
     return_surprise: also return every token's `Surprise`.
     return_anchor: False where no sequence will be continued from the state inside a chunk: its anchor is then None, and
-      no kernel keeps it.
+      no kernel keeps it. To continue, even at a chunk's start, close the chunk first (`start_chunk`).
     rematerialised: True where a model recomputes all but the reads in its backward pass: a kernel's states between
       chunks are then recomputed too, not stored.
 
@@ -133,8 +133,8 @@ def memorize(
     read of token t sees the writes of tokens up to t and none later. Splitting a sequence anywhere and passing the
     state on changes nothing.
 
-    Raises ValueError, naming the argument, for an unknown form, for "fused" where no kernel runs the rule, or shapes
-    that do not fit.
+    Raises ValueError, naming the argument, for an unknown form, for "fused" where no kernel runs the rule, for shapes
+    that do not fit, or a state inside a chunk without an anchor.
     """
     inputs = MemoryInputs(queries, keys, values, gates, resets)
     if form not in (*FORMS, "auto"):
@@ -150,7 +150,7 @@ def memorize(
         inputs = unroll_inner_steps(steps, inputs)
     gates = complete_gates(rule, inputs.gates, inputs.keys, len(state.weights), dtype)
     inputs = dataclasses.replace(inputs, gates=gates)
-    start, initial = cast_state(state, dtype), None
+    start, initial = cast_state(state if state.anchor is not None else start_chunk(state), dtype), None
     if resets is not None:
         initial = start_chunk(cast_state(initial_state or init_state(rule, params), dtype))
     run = FORMS[choose_form(form, rule, gates)]
@@ -167,7 +167,11 @@ def retrieve(
 ) -> Float[Array, "*tokens head_dim"]:
     """Read without updating (Titans eq 15): queries [..., head_dim] -> [..., head_dim].
 
-    Raises ValueError where queries, params and state do not fit together.
+    Raises ValueError where queries, params and state do not fit together, or an open chunk's anchor is missing that its
+    reads need.
     """
     check_queries(rule, params, state, queries)
+    if state.anchor is None and (rule.stale or not rule.retention.linear):
+        check_anchor(state)
+        state = start_chunk(state)
     return read(rule, params, readable_weights(rule, params, state), queries)

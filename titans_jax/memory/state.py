@@ -39,7 +39,7 @@ class MemoryState:
     empty for an algorithm without it. weights are what the rule's retention carries: the fast weights themselves for
     `decay`, else an accumulator or logits, of which `readable_weights` makes the fast weights. anchor: the same at the
     open chunk's start, where gradients are taken; None where it was not asked for: from such a state a sequence can
-    only be continued at a chunk's start. position: inner steps of the open chunk already taken, from 0 to
+    only be continued in a new chunk (`start_chunk`). position: inner steps of the open chunk already taken, from 0 to
     chunk_size - 1; a Python int is static, the fast path. window: for an algorithm whose steps sum several tokens'
     gradients, its last window - 1 tokens, in the dtype of the matrices; else None. step_total: for an algorithm that
     steps by chunks, the sum of the step sizes of the open chunk's tokens, [matrices]; else None.
