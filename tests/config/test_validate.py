@@ -128,7 +128,11 @@ def test_every_field_is_documented():
         ("model", {"memory": None}, "model.memory is None; use a MemoryConfig"),
         ("data", {"packing": "tight"}, "data.packing is 'tight'; use documents or stream"),
         ("data", {"sequence_length": 0}, "data.sequence_length is 0; use at least 1"),
-        ("data", {"validation_every": 1}, "data.validation_every is 1; use at least 2"),
+        (
+            "data",
+            {"validation_every": 1},
+            "data.validation_every is 1; use at least 2, so that something is left to train on, or 0",
+        ),
         ("optimizer", {"learning_rate": 0.0}, "optimizer.learning_rate is 0.0; use a positive number"),
         ("optimizer", {"beta2": 1.0}, "optimizer.beta2 is 1.0; use a number in [0, 1)"),
         ("training", {"gradient_accumulation": 3}, "data.batch_size is 8; use a multiple of training."),

@@ -107,7 +107,9 @@ def _validate_ranges(config: Config) -> None:
     require(["model.memory.depth"], lambda x: x <= 4, "1 to 4")
     require(["model.memory.forget_bias"], _is_start, "a finite number, two of them, or None")
     require(["model.hidden_dim", "model.memory.gate_rank"], lambda x: x is None or x >= 1, "at least 1, or None")
-    require(["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on")
+    require(
+        ["data.validation_every"], lambda x: x >= 2 or x == 0, "at least 2, so that something is left to train on, or 0"
+    )
     axes = ["mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"]
     require(axes, lambda x: x >= 1 or x == -1, "at least 1, or -1 for the rest")
     if [values[axis] for axis in axes].count(-1) > 1:

@@ -107,7 +107,7 @@ def test_every_word_for_a_step_size_steps_forward():
         ({"keys": "both"}, "keys is 'both': it must be one of 'projected', 'complement', 'removal', 'rotated'."),
         ({"erase": "keys"}, "erase is 'keys': it must be one of 'all', 'channels', 'head'."),
         ({"preconditioned": True, "channel_steps": True}, "preconditioned is True"),
-        ({"channel_steps": "all"}, "channel_steps is 'all': it must be one of 'key', 'value', 'both'."),
+        ({"channel_steps": "all"}, "channel_steps is 'all': it must be one of True, False, 'key', 'value', 'both'."),
         ({"keys": "complement"}, "key is None"),
         ({"lower_bound": True}, "key is None"),
         ({"step_size": "rate"}, 'step_size is "rate": it is the step of a retention "rate"'),

@@ -39,14 +39,18 @@ def memorize(
     inputs: MemoryInputs,
     options: FormOptions,
 ) -> MemoryOutputs:
-    """One head; `jax.vmap` over it makes one kernel for all heads of all sequences."""
+    """One head; `jax.vmap` over it makes one kernel for all heads of all sequences.
+
+    Raises ValueError for a rule, or gates, that no kernel runs.
+    """
     algorithm = choose_algorithm(rule, inputs.gates)
     if algorithm is None:
         raise ValueError(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates and "
-            f"chunk_size {rule.chunk_size}: no retention of channels with momentum, of value channels before the "
-            "error, with a lag token or an arctan or weights of every token's own, no least squares, no window, no "
-            "step of a whole chunk, no stale reads, and no chunk of 2 to 7 tokens; use form='chunked'."
+            f"chunk_size {rule.chunk_size} on {rule.architecture}: no polynomial features, no retention of channels "
+            "with momentum, of value channels before the error, with a lag token, an arctan, the norms of the learned "
+            "start or weights of every token's own, no least squares, no window, no step of a whole chunk, no stale "
+            "reads, and no chunk of 2 to 7 tokens; use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, algorithm.block_tokens, state, inputs)

@@ -221,7 +221,7 @@ class GateChoices:
             "step_size": STEP_SIZE_GATES,
             "key": KEY_GATES | {None: None},
             "value": CHANNEL_GATES | {None: None},
-            "channel_steps": dict.fromkeys(STEP_SIDES),
+            "channel_steps": dict.fromkeys((True, False, *STEP_SIDES)),
             "keys": dict.fromkeys(("projected", "complement", "removal", "rotated")),
             "erase": dict.fromkeys(("all", "channels", "head")),
         }
