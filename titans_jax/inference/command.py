@@ -76,7 +76,13 @@ class ReadOptions:
 
 
 def generate(options: GenerateOptions, run: "Run", sampling: Sampling) -> None:
-    """Print continuations."""
+    """Print continuations.
+
+    Raises:
+      ConfigError: `prompt_file` is no file, or both it and a prompt are given.
+      MemoryFileError: as `Memory.load` and `Reader`.
+      NotFiniteLogits: as `Generator.stream`.
+    """
     if options.prompt_file is not None:
         options = dataclasses.replace(options, prompt=_text_of(options), prompt_file=None)
     generator = Generator(run.graphdef, run.tokenizer, sampling)
@@ -147,7 +153,11 @@ def _print(text: str) -> None:
 
 
 def read(options: ReadOptions, run: "Run") -> None:
-    """Read texts, save the memory, and print the speed and the loss."""
+    """Read texts, save the memory, and print the speed and the loss.
+
+    Raises:
+      MemoryFileError: a text is no file, or the memory cannot be kept there, or is another model's.
+    """
     for file in options.texts:
         if not file.is_file():
             raise MemoryFileError(f"texts has {str(file)!r}, which is no file; give text files")

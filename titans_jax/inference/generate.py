@@ -99,7 +99,11 @@ class Generator:
     def tokens(
         self, params: Any, prompt: str, max_tokens: int, seed: int = 0, memory: Memory | None = None
     ) -> Iterator[int]:
-        """Yield the token ids of the continuation, without the end of document; raises as `stream`."""
+        """Yield the token ids of the continuation, without the end of document.
+
+        Raises:
+          NotFiniteLogits: as `stream`.
+        """
         for ((_, token),) in self._side_by_side(params, [prompt], max_tokens, seed, memory):
             if token == self._tokenizer.eos_id:
                 return

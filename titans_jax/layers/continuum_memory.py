@@ -7,6 +7,7 @@
     MLP_l(u) = gelu(u W_0) W_1 ,  W = M_0 + D as of the start of every C_l tokens, M_0 learned, D = 0 at first, and
     D <- (1 - alpha_t) D - theta_t grad 1/2 ||MLP_l(u_t) - v_t||^2 / C_l    with every token
 
+(with `forget_to` "zero", W in place of D, from M_0 on; with `forget` "never", alpha_t is 0).
 A token reads, and its gradient is taken at, the weights of its window's start, so it sees no update that depends on a
 later token. v = x W_v is the target of all levels: the paper descends the outer loss, which a layer does not know while
 it reads. The equations are from secondary notes; memory/later_models.md, Hope has what they leave open.

@@ -183,8 +183,8 @@ class MAC(Block):
 
     @staticmethod
     def check(config: ModelConfig) -> None:
-        """A segment is a whole number of the memory's chunks and longer than `mac_long_term`; caching, local memories
-        and levels are refused."""
+        """See `Block`: a segment is a whole number of the memory's chunks and longer than `mac_long_term`; caching,
+        local memories, levels, and several reads a token (`mimo_rank`) are refused."""
         if config.mac_long_term is not None and not 1 <= config.mac_long_term < config.segment:
             raise ConfigError(
                 f"model.mac_long_term is {config.mac_long_term}; use 1 to {config.segment - 1}, fewer than "

@@ -45,11 +45,11 @@ class Saved:
     step: int
     config: Config
     data: Any
-    """What `TrainBatches.get_state` returned."""
+    """What `TrainBatches.get_state` returned; None in a run folder that `titans export` wrote."""
     text: dict[str, Any] | None
-    """What `data.identify` returned; None in a checkpoint of format 1."""
+    """What `data.identify` returned; None there and in a checkpoint of format 1."""
     goodput: dict[str, float] | None
-    """What `Goodput.get_state` returned; None in old ones."""
+    """What `Goodput.get_state` returned; None there and in old ones."""
 
 
 class CheckpointError(TitansError, RuntimeError):
@@ -97,15 +97,16 @@ class Checkpoints:
         step: int,
         state: dict[str, Any],
         config: Config,
-        data_position: dict[str, Any],
-        text: dict[str, Any],
-        goodput: dict[str, float],
+        data_position: dict[str, Any] | None,
+        text: dict[str, Any] | None,
+        goodput: dict[str, float] | None,
     ) -> None:
         """Write a step's state in the background; its arrays may be donated as soon as this returns.
 
         Args:
           state: {"params", "optimizer"}, and "ema" where there is one, trees of arrays.
-          data_position, text, goodput: what `TrainBatches.get_state`, `data.identify` and `Goodput.get_state` return.
+          data_position, text, goodput: what `TrainBatches.get_state`, `data.identify` and `Goodput.get_state` return;
+            None for weights from which no run goes on.
 
         Raises:
           CheckpointError: this save, or the one before it, failed.
@@ -197,6 +198,7 @@ class Checkpoints:
 
         Raises:
           CheckpointError: as `restore`.
+          ConfigError: as `steps`.
         """
         steps = self.steps(resume_from)
         for step in steps:
@@ -216,12 +218,13 @@ class Checkpoints:
         Files that are not what was written, and arrays that are not finite, count as one that cannot be read.
 
         Args:
-          abstract: {"params"} or {"params", "optimizer"}, trees of jax.ShapeDtypeStruct that say where arrays go.
+          abstract: some of {"params", "optimizer", "ema"}, trees of jax.ShapeDtypeStruct that say where arrays go.
           resume_from: as in `steps`.
 
         Raises:
           CheckpointError: there are checkpoints and none can be read, a later version wrote one, or one was written
             without what is asked for.
+          ConfigError: as `steps`.
         """
         steps = self.steps(resume_from)
         for step in self._unfinished:

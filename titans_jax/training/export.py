@@ -147,7 +147,11 @@ def into_structure(abstract: Any, params: dict[str, jax.Array], folder: Path) ->
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder to write into: it is renamed to `folder` when all is written, and removed when that fails."""
+    """A temporary folder to write into: it is renamed to `folder` when all is written, and removed when that fails.
+
+    Raises:
+      ConfigError: the folder exists and is not empty.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output is {str(folder)!r}, which is there already; give a new folder")
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)

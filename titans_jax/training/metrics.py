@@ -16,9 +16,9 @@ class MetricsWriter:
     """Appends lines to `run_dir`/metrics.jsonl and gives scalars to a logger: "tensorboard", "wandb" or "none".
 
     A line is {"kind": "train" | "validation" | "memory", "step": n, name: number or list of numbers, ...}; a list has a
-    number per memory layer, and "memory_gain" of a validation is in bits per byte. Lines later
-    than step `after` are dropped first: a resumed run repeats them, with the same numbers. Only the first of several
-    processes writes. A number that is not finite is null.
+    number per memory layer, and "memory_gain" of a validation is in bits per byte. Lines later than step `after` are
+    dropped first: a resumed run repeats them, with the same numbers. Only the first of several processes writes. A
+    number that is not finite is null.
     """
 
     def __init__(self, run_dir: Path, after: int, logger: str = "tensorboard"):

@@ -128,9 +128,10 @@ def decay_mask(params: Any) -> Any:
 def decays(path: tuple[Any, ...]) -> bool:
     """Whether the parameter at this tree path is a matrix that multiplies activations.
 
-    Goes by name, not by rank, because stacked layers give every parameter a leading axis. Not decayed: norm scales,
-    biases, convolution kernels, persistent tokens, the embedding (a look-up: decay would only shrink rare tokens), and
-    the memory's start (its fast weights before the first token): its forgetting is what the retention gate learns.
+    Goes by name, "kernel", not by rank, because stacked layers give every parameter a leading axis. Not decayed: norm
+    scales, biases, convolution kernels, persistent tokens, the maps of channel-wise gates, the embedding (a look-up:
+    decay would only shrink rare tokens), and the memory's start (its fast weights before the first token): its
+    forgetting is what the retention gate learns.
     """
     names = [entry.key for entry in path]
     return names[-1] == "kernel" and "convolution" not in names

@@ -2,7 +2,8 @@
 
 A run folder holds `checkpoints/` (each with the configuration it was trained with), `config.json` (the same, for
 people), `tokenizer.model` or `tokenizer.json` unless tokens are bytes, `metrics.jsonl`, `tensorboard/`, `loss.png`,
-`memory.png` of a model with memory, and `sample.txt`. While a process trains there, `lock.json` names it.
+`memory.png` of a model with memory, `sample.txt`, and, once tasks were measured, `evaluations.jsonl`. While a process
+trains there, `lock.json` names it.
 """
 
 import dataclasses

@@ -164,7 +164,8 @@ class Lp(AttentionalBias):
 
 @register_bias()
 def value_less(sharpness: float | None = None, epsilon: float = EPSILON) -> Lp:
-    """L_1 (Miras eq 12): the memory stores signs, whatever the size of the value."""
+    """L_1 (Miras eq 12), whose cotangent is the sign of the error, whatever its size; by default tanh of the error, see
+    `Lp`."""
     return Lp(1.0, sharpness, epsilon)
 
 

@@ -1,4 +1,5 @@
-"""Named models as rules with their gates: every row of Miras' Table 1, Mesa, OmegaNet, and the three models of Miras.
+"""Named models as rules with their gates: the rows of Miras' Table 1, its three models among them, Mesa and OmegaNet.
+The table's Transformer, whose memory grows with the text, is a block (`titans_jax.models`).
 
 `PRESETS` holds a `Preset` under each name, in the table's order: a function that makes its rule, and its gate choices.
 How a model makes keys and values (HGRN2's key is 1 - retention) is in its docstring and its gate choices, and is done
