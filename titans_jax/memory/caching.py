@@ -112,6 +112,8 @@ class Sparse(Gated):
 
     They are chosen once a chunk, by its first token, so that a block of queries reads the same memories: a deviation.
     The paper chooses them token by token, which is the same where every token is a chunk.
+
+    Raises ValueError for a k that is no integer of 1 or more.
     """
 
     k: int = 4

@@ -89,7 +89,7 @@ class Gates:
 
 
 def check_range(name: str, x: jax.Array | None, most: float) -> None:
-    """Refuse a gate with values below 0, above `most` or NaN, if they are known."""
+    """Refuse a gate with values below 0, above `most` or NaN, if they are known: raises ValueError with the first."""
     if x is None or isinstance(x, jax.core.Tracer):
         return
     wrong = jnp.logical_not((x >= 0) & (x <= most))

@@ -117,6 +117,7 @@ def across(tokens: int, half: int, times: int = 1) -> jax.Array:
 
 
 def whole_registers(half: int) -> bool:
+    """Whether so many tokens fill whole registers."""
     return half % SUBLANES == 0
 
 

@@ -79,6 +79,7 @@ def largest_divisor(n: int, most: int) -> int:
 
 
 def is_side_by_side(x) -> bool:
+    """Whether an array is kept in the layout of a model's tokens."""
     return isinstance(x, SideBySide)
 
 

@@ -243,4 +243,5 @@ def repeat(times: int, body) -> None:
 
 
 def like(tree):
+    """The shapes and dtypes of a tree of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -118,7 +118,10 @@ class Algorithm:
 @dataclasses.dataclass(frozen=True)
 class GradientDescent(Algorithm):
     """S_t = -theta_t u_t (Miras eq 5); several steps per token are DeltaProduct's (arXiv 2502.10297), each at the
-    memory its predecessor left (chunk_size counts steps). Keys and values are then [time, steps, head_dim]."""
+    memory its predecessor left (chunk_size counts steps). Keys and values are then [time, steps, head_dim].
+
+    Raises ValueError for steps that are no integer of 1 or more.
+    """
 
     steps: int = 1
     decay_first: bool = False
@@ -267,6 +270,8 @@ class LeastSquares(Algorithm):
     One fast matrix [head_dim, 2 head_dim] holds the sums of k^T v and of k^T k, the latter called K, with the retention
     zeta. A read solves (K + ridge) x = q by conjugate gradients, and is x times the sum of k^T v. The ridge is a
     learned positive diagonal ("log_ridge").
+
+    Raises ValueError for iterations that are no integer of 1 or more, or a ridge that is not above 0.
     """
 
     iterations: int = 30

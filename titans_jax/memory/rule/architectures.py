@@ -99,7 +99,10 @@ class Linear(Architecture):
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class Mlp(Architecture):
-    """M(x) = gelu(... gelu(x W_0) ...) W_{depth-1}, hidden width expansion * head_dim (memory/README.md, The rule)."""
+    """M(x) = gelu(... gelu(x W_0) ...) W_{depth-1}, hidden width expansion * head_dim (memory/README.md, The rule).
+
+    Raises ValueError for a depth or an expansion that is no integer of 1 or more.
+    """
 
     depth: int = 2
     expansion: int = 4
@@ -221,7 +224,10 @@ class PolynomialMlp(ResidualMlp):
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class GatedMlp(Architecture):
-    """M(x) = (silu(x W_0) * (x W_1)) W_2, the SwiGLU memory of LaCT (arXiv 2505.23884)."""
+    """M(x) = (silu(x W_0) * (x W_1)) W_2, the SwiGLU memory of LaCT (arXiv 2505.23884).
+
+    Raises ValueError for an expansion that is no integer of 1 or more.
+    """
 
     expansion: int = 4
     input_matrices = 2

@@ -68,7 +68,10 @@ class AffineBias(AttentionalBias):
 
 @dataclasses.dataclass(frozen=True)
 class DeltaBias(AttentionalBias):
-    """A bias with a threshold or shift `delta`, in whose place a token's gate is used unless it is `constant`."""
+    """A bias with a threshold or shift `delta`, in whose place a token's gate is used unless it is `constant`.
+
+    Raises ValueError for a delta that is not above 0 (`ValueShift`: that is below 0).
+    """
 
     delta: float = 1.0
     constant: bool = dataclasses.field(default=False, kw_only=True)
@@ -141,6 +144,8 @@ class Lp(AttentionalBias):
     cotangent p tanh(sharpness r) (r^2 + epsilon)^((p-1)/2); for even p the polynomial p r^(p-1), as it is. The paper
     leaves sharpness open. None is 50 or, if that is less, the sharpness for which the cotangent has slope 1 at 0: with
     a steeper one, each write magnifies the one before, and no model trains (memory/what_was_tried.md).
+
+    Raises ValueError for a p below 1 or infinite, or a sharpness or epsilon that is not above 0.
     """
 
     p: float = 3.0
@@ -192,7 +197,10 @@ class HuberNorm(DeltaBias):
 @register_bias()
 @dataclasses.dataclass(frozen=True)
 class Mixture(DeltaBias):
-    """Miras eq 16, literally: ||r||^2 while ||r|| <= delta, delta ||r||_1 beyond; the cotangent jumps at the switch."""
+    """Miras eq 16, literally: ||r||^2 while ||r|| <= delta, delta ||r||_1 beyond; the cotangent jumps at the switch.
+
+    Raises ValueError for a delta or a sharpness that is not above 0.
+    """
 
     sharpness: float = 50.0
 

@@ -75,6 +75,7 @@ def mamba3_mimo(mimo_rank: int = 4) -> MemoryRule:
     `mimo_rank` keys, queries and values, whose reads are mixed; with 1 it is `mamba3`.
 
     Two inner steps for each key, first those of the token before; `titans_jax.layers.rotation` has the equations.
+    Raises ValueError for a rank that is no integer of 1 or more.
     """
     if not isinstance(mimo_rank, int) or mimo_rank < 1:
         raise ValueError(f"mimo_rank is {mimo_rank!r}: a token has an integer of 1 or more keys, for example 4.")

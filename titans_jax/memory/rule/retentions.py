@@ -108,7 +108,7 @@ class Decay(Retention):
 class Threshold(Retention):
     """Base of the elastic nets: a soft threshold, "exact" or in one of two smooth forms. "arctan" is the paper's |z|
     arctan(z / threshold) 2 / pi, which shrinks by 2/pi of the threshold; "tanh" is z - threshold tanh(z / threshold),
-    which shrinks by all of it."""
+    which shrinks by all of it. Raises ValueError for a threshold that is not above 0, or another `smooth`."""
 
     threshold: float = 1e-4
     smooth: Literal["exact", "arctan", "tanh"] = "exact"
@@ -190,7 +190,8 @@ class NormPower(Retention):
 
     Inside a chunk the scale is that of the chunk's start. ||W||_q = ||A||_q^(3-q), so that some A gives any start
     weights, except for q = 3, where the norm is 1 whatever A is: such a memory starts in the direction of the start
-    weights, with norm 1 (derived). A matrix that is exactly 0 stays finite.
+    weights, with norm 1 (derived). A matrix that is exactly 0 stays finite. Raises ValueError for a q below 1 or
+    infinite.
     """
 
     q: float = 4.0
@@ -225,8 +226,8 @@ class NormPower(Retention):
 class Lq(Retention):
     """A_t = alpha_t A_{t-1} + S_t, W_t = (q-1) sign(A) |A|^(p-1) / (||A||_p + epsilon)^(p-2), p = q / (q-1).
 
-    1 < q <= 2. The exact minimiser but for epsilon; the form printed in the paper is `norm_power(p)`, the same at
-    q = 2.
+    1 < q <= 2, else it raises ValueError. The exact minimiser but for epsilon; the form printed in the paper is
+    `norm_power(p)`, the same at q = 2.
     """
 
     q: float = 1.5
@@ -261,7 +262,7 @@ class KullbackLeibler(Retention):
 
     The softmax runs over the inputs of a matrix, so each output unit is a convex combination, scaled by a learned c per
     matrix ("simplex_size"), which starts at `size` (None: the root of the number of inputs). Equal to eq 27 as long as
-    alpha is constant inside each slice.
+    alpha is constant inside each slice. Raises ValueError for a size that is not above 0.
     """
 
     size: float | None = None
@@ -312,7 +313,7 @@ class FDivergence(Retention):
     g: any increasing function that is not negative, (f')^-1 of the divergence; `jnp.exp` is Kullback-Leibler. It must
     be a function of one argument that jax can trace. Inside a chunk the carried matrix evolves linearly, and a token
     reads one multiplicative step from the chunk's start, whose S_t is the change of the carried matrix since: with
-    alpha = 1, the sum of the steps.
+    alpha = 1, the sum of the steps. Raises ValueError for a size (as in `KullbackLeibler`) that is not above 0.
     """
 
     g: Callable[[jax.Array], jax.Array] = jnp.exp
@@ -362,8 +363,8 @@ def jensen_shannon(size: float | None = None) -> FDivergence:
 
 @register_retention()
 def alpha_divergence(alpha: float = 0.5, size: float | None = None) -> FDivergence:
-    """f'(t) = (t^(alpha - 1) - 1) / (alpha - 1), alpha from 0 to 2: 0 is the reverse Kullback-Leibler divergence, 1
-    Kullback-Leibler, 2 chi squared."""
+    """f'(t) = (t^(alpha - 1) - 1) / (alpha - 1), alpha from 0 to 2, else it raises ValueError: 0 is the reverse
+    Kullback-Leibler divergence, 1 Kullback-Leibler, 2 chi squared."""
     return FDivergence(AlphaGrowth(alpha), size)
 
 
