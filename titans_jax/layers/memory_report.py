@@ -17,9 +17,8 @@ import jax.numpy as jnp
 
 from titans_jax import memory
 from titans_jax.memory.forms.inner_gradient import readable_weights
+from titans_jax.memory.state import Matrices
 from titans_jax.ops.matmul import to_state_dtype
-
-Matrices = tuple[jax.Array, ...]
 
 
 def memory_report(

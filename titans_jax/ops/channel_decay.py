@@ -34,7 +34,8 @@ class ChannelDecay:
     """How much the gates of a block leave of every channel.
 
     log_gate: [tokens, channels], at least LOG_CUT, 0 at padding. visible: bool [tokens, tokens], whether token t is in
-    the document of token i <= t; None where all tokens are in one document.
+    the document of token i <= t; None where all tokens are in one document. Products are in the dtype of the arrays
+    given, whatever operand_dtype is, which a kernel's take.
     """
 
     log_gate: Float[Array, "*blocks tokens channels"]
