@@ -27,6 +27,31 @@ for steps in (2, 4):
 """
 
 
+FIRST_OF_TWO = """
+import dataclasses
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+from tests.training.tiny import tiny_config
+from titans_jax.config import MeshConfig
+from titans_jax.training.mesh import use_mesh
+from titans_jax.training.run import InitialWeights, first_model, init_model
+config = dataclasses.replace(tiny_config(), mesh=MeshConfig(data=1, fsdp=2))
+alone = init_model(config.model, 1)[1]
+with use_mesh(config):
+    drawn, given = (first_model(config, initial)[1] for initial in (None, InitialWeights(alone, [])))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(drawn))
+    assert [leaf.sharding for leaf in jax.tree.leaves(given)] == [leaf.sharding for leaf in jax.tree.leaves(drawn)]
+assert jax.tree.all(jax.tree.map(lambda x, y: (jax.device_get(x) == jax.device_get(y)).all(), given, alone))
+"""
+
+
+def test_given_weights_lie_where_drawn_ones_would():
+    """In a training and in its dry run, which would otherwise say that a step takes more memory."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", FIRST_OF_TWO], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir) if line["kind"] == "train"]
 

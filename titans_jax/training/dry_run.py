@@ -11,7 +11,7 @@ from titans_jax.models import granularity, training_flops_per_token
 from titans_jax.training.loop import check_run
 from titans_jax.training.mesh import to_devices, use_mesh
 from titans_jax.training.optimizer import groups, make_optimizer
-from titans_jax.training.run import init_model, initial_weights
+from titans_jax.training.run import first_model, initial_weights
 from titans_jax.training.step import first_state, step_of
 
 STEPS = 2
@@ -39,8 +39,7 @@ def dry_run(config: Config) -> None:
     with contextlib.closing(batches), use_mesh(config) as mesh:
         steps, tokens = config.training.steps, config.data.batch_size * config.data.sequence_length
         optimizer = make_optimizer(config.optimizer, steps)
-        graphdef, params = init_model(config.model, config.training.seed)
-        params = initial.params if initial else params
+        graphdef, params = first_model(config, initial)
         count = sum(x.size for x in jax.tree.leaves(params))
         print(f"\nparameters        {count:,}")
         labels = (f"{size:,} {label}" for label, size in groups(config.optimizer, params).items())

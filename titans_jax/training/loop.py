@@ -42,7 +42,7 @@ from titans_jax.training.run import (
     check_train_only,
     check_vocabulary,
     copy_tokenizer,
-    init_model,
+    first_model,
     initial_weights,
     with_absolute_paths,
 )
@@ -176,9 +176,7 @@ class Trainer:
             for name, batches in text.by_source.items()
         }
         optimizer = make_optimizer(config.optimizer, config.training.steps)
-        graphdef, params = init_model(config.model, config.training.seed)
-        if initial is not None:
-            params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), initial.params, params)
+        graphdef, params = first_model(config, initial)
         self.state = first_state(config, optimizer, params, self.mesh)
         self.train_step = step_of(config, graphdef, optimizer, self.state)
         self.evaluation_step = make_evaluation_step(graphdef)

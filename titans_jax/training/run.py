@@ -212,6 +212,15 @@ def initial_weights(config: Config) -> InitialWeights:
     return InitialWeights(params, said + [f"not as there: {each}" for each in differing(run.config, config)])
 
 
+def first_model(config: Config, initial: InitialWeights | None) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """Structure of a run's model, and the parameters that it begins with: those drawn by `init_model`, or `initial`,
+    spread over the devices as the drawn ones would be."""
+    graphdef, params = init_model(config.model, config.training.seed)
+    if initial is not None:
+        params = jax.tree.map(lambda new, drawn: jax.device_put(new, drawn.sharding), initial.params, params)
+    return graphdef, params
+
+
 def _may_begin_anew(model: ModelConfig) -> tuple[str, ...]:
     """Prefixes of the names of parameters that the run of `training.init_from` may lack (`Block.added`)."""
     every = enumerate(blocks_of(model))
