@@ -56,6 +56,8 @@ def test_paths_are_kept_absolute(tmp_path, monkeypatch):
     assert data.tokenizer == str(tmp_path / "a" / "x.model")
     data = with_absolute_paths(changed("data", path=None)).data
     assert (data.path, data.validation_path, data.tokenizer) == (None, None, "byte")
+    kept = with_absolute_paths(dataclasses.replace(CONFIG, extensions=("parts.py", "/parts/more.py")))
+    assert kept.extensions == (str(tmp_path / "parts.py"), "/parts/more.py")
 
 
 def test_the_tokenizer_stays_with_the_run(tmp_path):

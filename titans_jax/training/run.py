@@ -117,7 +117,9 @@ def with_absolute_paths(config: Config) -> Config:
     mixture = tuple(
         each if "://" in each else os.path.abspath(os.path.expanduser(each)) for each in config.data.mixture
     )
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, mixture=mixture, **paths))
+    extensions = tuple(map(os.path.abspath, config.extensions))
+    read = dataclasses.replace(config.data, mixture=mixture, **paths)
+    return dataclasses.replace(config, data=read, extensions=extensions)
 
 
 def copy_tokenizer(config: Config, run_dir: Path, begins: bool) -> None:
