@@ -90,7 +90,12 @@ def test_every_field_is_documented():
         ("model", {"mac_long_term": 0}, "model.mac_long_term is 0; use 1 to 511, fewer than model.segment"),
         ("model", {"pattern": ("mak",)}, "model.pattern is ('mak',); use one or more of lmm, mac, mag, "),
         ("model", {"pattern": ("mak",)}, "; did you mean ma"),
-        ("model", {"pattern": "mac"}, "model.pattern is 'mac'; use one or more of text"),
+        ("model", {"pattern": "mac"}, "model.pattern is 'mac'; use one or more texts"),
+        (
+            "model",
+            {"memory": MemoryConfig(local_chunks=8)},
+            "model.memory.local_chunks is 8; use one or more whole numbers",
+        ),
         ("model", {"pattern": ()}, "model.pattern is empty; name at least one block"),
         ("model", {"pattern": ("mac", "mag", "mal")}, "model.depth is 4; use a multiple of 3, the length of "),
         ("model", {"dim": 252, "num_heads": 4, "head_dim": 63}, "model.head_dim is 63; use an even number"),

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from titans_jax.registry import did_you_mean
 
+ONE = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}
+SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
+
 
 def matches(value: Any, hint: Any) -> bool:
     """Whether a value is of the kind that a type hint names; True is no number."""
@@ -38,5 +41,6 @@ def describe(hint: Any) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join(describe(argument) for argument in arguments)
     if origin is tuple:
-        return f"one or more of {describe(arguments[0])}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "None"}[hint]
+        item = arguments[0]
+        return f"one or more {SEVERAL[item]}" if item in SEVERAL else f"one or more of {describe(item)}"
+    return ONE[hint]
