@@ -51,7 +51,7 @@ class MemoryConfig:
     """Number of keys, queries and values per token of mamba3_mimo; with 1 it is mamba3. Ignored by other presets."""
     omega_window: int | None = None
     """Number of latest tokens whose losses omeganet, atlas and dla descend together, at most `chunk_size`. None is 16,
-    or `chunk_size` where that is shorter, and 1 for dla. Ignored by other presets."""
+    or `chunk_size` where that is shorter, and 1 for dla. Without effect on other presets."""
     gate_rank: int | None = 32
     """Rank of the low-rank maps that compute channel-wise gates; None: each gate has a full map, dim to dim."""
     gate_maps: Literal["shared", "own"] = "shared"

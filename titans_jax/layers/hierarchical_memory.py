@@ -112,7 +112,7 @@ class HierarchicalMemory(NeuralMemory):
         mask: jax.Array | None = None,
     ) -> tuple[Reads, HierarchicalState, Report]:
         """As of `NeuralMemory`; the report is the mean of all memories'."""
-        reads, state, report = self._memorize_shards(x, state, documents, start, mask, self.shard)
+        reads, state, report = self._memorize_shards(x, state, documents, start, mask, shard=self.shard)
         if documents is not None:
             at_shards = aligned(documents, self.shard)[:, None, None, None]
             reads = reads._replace(reads=jnp.where(at_shards, reads.reads, jnp.nan))
@@ -148,7 +148,8 @@ class HierarchicalMemory(NeuralMemory):
         documents: Documents | None = None,
         start: HierarchicalState | None = None,
         mask: jax.Array | None = None,
-        shard: int = 0,
+        *,
+        shard: int,
     ) -> tuple[Reads, HierarchicalState, Report]:
         """`memorize` with shards of this many tokens, wherever they start."""
         batch, time = x.shape[:2]

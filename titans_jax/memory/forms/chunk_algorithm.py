@@ -81,9 +81,9 @@ class MemoryOutputs(NamedTuple):
 class FormOptions(NamedTuple):
     """What the caller needs and what it recomputes, so that a kernel can save work; see `interface.memorize`."""
 
-    with_surprise: bool = True
-    with_anchor: bool = True
-    rematerialised: bool = False
+    with_surprise: bool
+    with_anchor: bool
+    rematerialised: bool
 
 
 @dataclasses.dataclass(frozen=True)
