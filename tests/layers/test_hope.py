@@ -211,7 +211,16 @@ def test_memories_that_need_more_than_they_make_are_refused(preset):
         SelfReferentialMemory(configured(preset=preset), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("fields", [{"local_chunks": (2,), "shard": 4}, {"tie_keys": True}, {"value_skip": True}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"local_chunks": (2,), "shard": 4},
+        {"caching": "gated"},
+        {"log_linear_levels": 3},
+        {"tie_keys": True},
+        {"value_skip": True},
+    ],
+)
 def test_fields_that_would_do_nothing_are_refused(fields):
     name = next(iter(fields))
     with pytest.raises(ConfigError, match=f"^model.memory.{name} is .*, which hope does not do"):

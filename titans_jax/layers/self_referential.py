@@ -32,7 +32,7 @@ from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import error_share
 from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
-from titans_jax.layers.neural_memory import broadcast
+from titans_jax.layers.neural_memory import OTHER_LAYERS, broadcast
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.layers.scan_chunks import at, scan_chunks
@@ -78,7 +78,8 @@ def check_rule(config: ModelConfig) -> None:
     """Refuse memories that cannot make one another's inputs.
 
     Raises:
-      ConfigError: the rule needs more of a token than a key, a value, a step size and a retention.
+      ConfigError: the rule needs more of a token than a key, a value, a step size and a retention, or the memories
+        would be kept, in shards or in levels.
     """
     rule, choices = memory_rule(config.memory), gate_choices(config.memory)
     plain = rule.learned_start and rule.algorithm.steps == rule.algorithm.window == 1
@@ -86,19 +87,21 @@ def check_rule(config: ModelConfig) -> None:
     gates = (choices.retention_gate, choices.step_size_gate)
     alone = all(isinstance(gate, LearnedGate) for gate in gates) and choices.bounded
     by_channel = choices.channel_logits(rule) or choices.keys != "projected" or choices.preconditioned
-    if config.memory.local_chunks:
-        raise ConfigError(
-            f"model.memory.local_chunks is {config.memory.local_chunks}, which hope does not do, as its memories make "
-            "one another's inputs; use (), or a pattern of lmm, mag, mal or retrofit"
-        )
+    for name, without in OTHER_LAYERS.items():
+        value = getattr(config.memory, name)
+        if value != without:
+            raise ConfigError(
+                f"model.memory.{name} is {value!r}, which hope does not do, as its memories make one another's inputs; "
+                f"use {without!r}, or a pattern of lmm, mag, mal or retrofit"
+            )
     for name in ("tie_keys", "value_skip", "skip_projection", "prediction_gate", "normalize_values"):
         if getattr(config.memory, name):
             raise ConfigError(f"model.memory.{name} is True, which hope does not do; use None")
-    if not plain or not alone or by_channel or choices.corrected_queries or config.memory.caching is not None:
+    if not plain or not alone or by_channel or choices.corrected_queries:
         raise ConfigError(
             f"model.memory.preset is {config.memory.preset}, whose memories need more than a key, a value, a step size "
-            "and a retention of their own; a block whose memories make these takes hope or ttt_mlp, without momentum, "
-            "channel-wise gates and caching"
+            "and a retention of their own; a block whose memories make these takes hope or ttt_mlp, without momentum "
+            "and channel-wise gates"
         )
 
 
