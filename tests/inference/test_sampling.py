@@ -48,6 +48,13 @@ def test_ids_beyond_the_tokenizer_are_never_drawn():
     assert frequencies(Sampling(temperature=0), vocab_size=2)[0] == 1
 
 
+def test_the_smallest_top_p_keeps_the_likeliest_token():
+    """1e-40 is 0 to a device."""
+    logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
+    for top_p in (1e-30, 1e-40, 1e-300):
+        assert int(sample(logits, jax.random.key(0), Sampling(temperature=1.0, top_p=top_p))[0]) == 1
+
+
 @pytest.mark.parametrize(
     "field, value, works",
     [("temperature", -1.0, "0 for"), ("temperature", float("nan"), "0 for"), ("top_k", 0, "at least 1"),

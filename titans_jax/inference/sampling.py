@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from titans_jax.config import ConfigError
 
+SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+"""Devices take smaller numbers for 0."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -58,7 +61,7 @@ def sample(
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if vocab_size is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, -jnp.inf)
-    if sampling.temperature < jnp.finfo(jnp.float32).tiny:  # devices take smaller numbers for 0
+    if sampling.temperature < SMALLEST:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Subtracting the largest changes no probability, and keeps the quotient by a low temperature from overflowing.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
@@ -68,7 +71,8 @@ def sample(
     if sampling.top_p is not None:
         probabilities = jnp.sort(jax.nn.softmax(logits, axis=-1), axis=-1, descending=True)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of the tokens that are more likely
-        least = jnp.min(probabilities, axis=-1, keepdims=True, where=before < sampling.top_p, initial=1.0)
+        kept = before < max(sampling.top_p, SMALLEST)
+        least = jnp.min(probabilities, axis=-1, keepdims=True, where=kept, initial=1.0)
         logits = jnp.where(jax.nn.softmax(logits, axis=-1) >= least, logits, -jnp.inf)
     if sampling.min_p is not None:
         probabilities = jax.nn.softmax(logits, axis=-1)
