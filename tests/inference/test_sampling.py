@@ -46,6 +46,8 @@ def test_frequencies(sampling, expected):
 def test_ids_beyond_the_tokenizer_are_never_drawn():
     assert frequencies(Sampling(temperature=1.0), vocab_size=2)[2:].sum() == 0
     assert frequencies(Sampling(temperature=0), vocab_size=2)[0] == 1
+    for hottest in (1e30, 1e38, 1e300):
+        np.testing.assert_allclose(frequencies(Sampling(temperature=hottest), vocab_size=2)[:2], 0.5, atol=0.04)
 
 
 def test_the_smallest_top_p_keeps_the_likeliest_token():

@@ -9,6 +9,9 @@ from titans_jax.config import ConfigError
 
 SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 """Devices take smaller numbers for 0."""
+HOTTEST = 1e30
+"""A temperature at which all tokens are equally likely; devices divide by much larger ones as by infinity, and then
+excluded tokens, whose logits are minus infinity, become NaN."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def sample(
     if sampling.temperature < SMALLEST:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Subtracting the largest changes no probability, and keeps the quotient by a low temperature from overflowing.
-    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / sampling.temperature
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / min(sampling.temperature, HOTTEST)
     if sampling.top_k is not None:
         least = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits >= least, logits, -jnp.inf)
