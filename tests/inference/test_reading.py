@@ -14,10 +14,10 @@ from tests.training.tiny import MODEL, tiny_config
 from titans_jax import cli
 from titans_jax.config import ModelConfig
 from titans_jax.data import load_tokenizer
-from titans_jax.inference import Generator, Memory, MemoryFileError, Reader, Sampling
+from titans_jax.inference import Generator, Memory, MemoryFileError, NotFiniteLogits, Reader, Sampling, command
 from titans_jax.inference import reading as module
 from titans_jax.inference.command import tenths
-from titans_jax.training import load_run, train
+from titans_jax.training import Run, load_run, train
 from titans_jax.training.run import init_model
 
 TOKENIZER = load_tokenizer("byte")
@@ -139,6 +139,27 @@ def test_a_memory_that_an_earlier_version_wrote_for_memora_still_fits(tmp_path, 
     monkeypatch.setattr(ours, "fingerprints", {"ours", written})
     dataclasses.replace(ours.start(), fingerprint=written).save(file)
     assert Memory.load(file, ours).tokens == 0
+
+
+def test_a_memory_that_is_not_finite_takes_no_other_s_place(tmp_path, monkeypatch):
+    """Neither where the logits are NaN, at the first piece of these, nor where only the state is."""
+    monkeypatch.setattr(module, "SMALL_PIECES", (16, 1))
+    (graphdef, params), file, text = tiny("linear"), tmp_path / "a.memory", tmp_path / "a.txt"
+    text.write_text(TEXT)
+    params = dict(params, head={"kernel": np.full_like(params["head"]["kernel"], np.nan)})
+    run = Run(tiny_config(), TOKENIZER, graphdef, params, 7, tmp_path)
+    ours = Reader(graphdef, params, TOKENIZER)
+    memory = ours.start()
+    memory.save(file)
+    before = file.read_bytes()
+    with pytest.raises(
+        NotFiniteLogits, match="within the first 16 tokens are not finite, so no memory was written; a l"
+    ):
+        command.read(command.ReadOptions(tmp_path, (text,), file), run)
+    state = jax.tree.map(lambda leaf: leaf * np.nan if leaf.dtype == np.float32 else leaf, memory.state)
+    with pytest.raises(MemoryFileError, match="memory is '.*a.memory', and 0.* of what was read is NaN, so it was not"):
+        dataclasses.replace(memory, state=state).save(file)
+    assert file.read_bytes() == before and len([*tmp_path.iterdir()]) == 2
 
 
 def test_speeds_are_those_of_whole_pieces():

@@ -4,6 +4,7 @@ The options of a command are the fields of a dataclass, with their types, defaul
 """
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tyro.conf import Positional
 
 from titans_jax.config import ConfigError, DataConfig
 from titans_jax.data import open_documents
-from titans_jax.inference.generate import Generator
+from titans_jax.inference.generate import CAUSE, Generator, NotFiniteLogits
 from titans_jax.inference.reading import Loss, Memory, MemoryFileError, Reader
 from titans_jax.inference.sampling import Sampling
 from titans_jax.quiet_lines import QuietLines
@@ -157,6 +158,7 @@ def read(options: ReadOptions, run: "Run") -> None:
 
     Raises:
       MemoryFileError: a text is no file, or the memory cannot be kept there, or is another model's.
+      NotFiniteLogits: the model's logits are not finite; an earlier memory is left whole.
     """
     for file in options.texts:
         if not file.is_file():
@@ -207,6 +209,11 @@ def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tupl
                     done += len(part.encode("utf-8", "replace"))
 
         def told(loss: Loss) -> None:
+            if not math.isfinite(loss.nats):
+                raise NotFiniteLogits(
+                    f"the model's logits within the first {loss.tokens:,} tokens are not finite, so no memory was "
+                    f"written; {CAUSE}"
+                )
             marks.append((time.monotonic(), loss.tokens))
             text = f"{loss.tokens:,} tokens, {loss.tokens / (marks[-1][0] - marks[0][0]):,.0f} tokens/s"
             bar.update(task, completed=done, text=text)

@@ -95,8 +95,14 @@ class Memory:
 
         Raises:
           OSError: it cannot be written; an earlier file of this name is left whole.
+          MemoryFileError: an array holds NaN; an earlier file is left whole.
         """
         arrays = {name: np.array(leaf, order="C") for name, leaf in named_leaves(self.state).items()}
+        if unknown := [name for name, array in arrays.items() if np.isnan(array).any()]:
+            raise MemoryFileError(
+                f"memory is {str(file)!r}, and {unknown[0]} of what was read is NaN, so it was not written; a text too "
+                "long for an unstable memory makes it so, read less of it"
+            )
         about = {"format": FORMAT, "fingerprint": self.fingerprint, "tokens": str(self.tokens), "last": str(self.last)}
         target = Path(file)
         writing = target.with_name(f"{target.name}.{os.getpid()}.tmp")
