@@ -1,5 +1,6 @@
 """The one reader of documents: files of every kind, and what cannot be read."""
 
+import dataclasses
 import gzip
 import json
 import lzma
@@ -38,6 +39,13 @@ def test_a_text_file_is_one_document_and_a_folder_as_many_as_it_has(run, tmp_pat
     (tmp_path / "b.txt.xz").write_bytes(lzma.compress(b"Two."))
     assert read_documents(run, tmp_path / "b.txt.xz") == ["Two."]
     assert read_documents(run, tmp_path) == ["One.", "Two."]
+
+
+def test_bytes_that_are_no_text_are_read_as_in_training(run, tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"One\xff.")
+    config = dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, errors="replace"))
+    assert read_documents(dataclasses.replace(run, config=config), file) == ["One\ufffd."]
 
 
 def test_no_file_is_the_held_out_documents(run):

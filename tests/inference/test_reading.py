@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.training.tiny import MODEL, tiny_config
 from titans_jax import cli
 from titans_jax.config import ModelConfig
-from titans_jax.data import load_tokenizer
+from titans_jax.data import DataError, load_tokenizer
 from titans_jax.inference import Generator, Memory, MemoryFileError, NotFiniteLogits, Reader, Sampling, command
 from titans_jax.inference import reading as module
 from titans_jax.inference.command import tenths
@@ -160,6 +160,20 @@ def test_a_memory_that_is_not_finite_takes_no_other_s_place(tmp_path, monkeypatc
     with pytest.raises(MemoryFileError, match="memory is '.*a.memory', and 0.* of what was read is NaN, so it was not"):
         dataclasses.replace(memory, state=state).save(file)
     assert file.read_bytes() == before and len([*tmp_path.iterdir()]) == 2
+
+
+def test_bytes_that_are_no_text_are_read_as_in_training(tmp_path):
+    """Refused, or with data.errors="replace" as U+FFFD, which has three bytes; no memory is begun before."""
+    file, text, config = tmp_path / "a.memory", tmp_path / "a.txt", tiny_config()
+    text.write_bytes(b"x\xff")
+    run = Run(config, TOKENIZER, *tiny("linear"), 7, tmp_path)
+    asked = command.ReadOptions(tmp_path, (text,), file)
+    with pytest.raises(DataError, match="is not UTF-8 at byte 1"):
+        command.read(asked, run)
+    assert not file.exists()
+    data = dataclasses.replace(config.data, errors="replace")
+    command.read(asked, dataclasses.replace(run, config=dataclasses.replace(config, data=data)))
+    assert Memory.load(file, reader("linear")).tokens == 4
 
 
 def test_speeds_are_those_of_whole_pieces():

@@ -23,12 +23,14 @@ def read_documents(run: Run, file: Path | None, text_field: str | None = None) -
     text_field: the field of a JSONL record that has its text; None is the run's `data.text_field`.
 
     Raises:
-      EvaluationError: there is no such file, it is not UTF-8, or a record has no such field.
+      EvaluationError: there is no such file, it is not UTF-8 (and the run's `data.errors` is strict), or a record has
+        no such field.
     """
     if file is None:
         return list(data.open_documents(run.config.data, "validation"))
     records = ".jsonl" in file.suffixes or (file.is_dir() and any(file.rglob("*.jsonl*")))
-    config = DataConfig("jsonl" if records else "text", str(file), text_field=text_field or run.config.data.text_field)
+    own, source = run.config.data, "jsonl" if records else "text"
+    config = DataConfig(source, str(file), text_field=text_field or own.text_field, errors=own.errors)
     try:
         return list(data.SOURCES[config.source](config, "train"))
     except (data.DataError, OSError) as error:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from rich.console import Console
@@ -170,7 +170,7 @@ def read(options: ReadOptions, run: "Run") -> None:
     if memory.tokens:
         print(f"{options.memory} has read {memory.tokens:,} tokens; reading on")
     before = memory.tokens
-    memory, loss, speeds = _read_files(reader, memory, options.texts)
+    memory, loss, speeds = _read_files(reader, memory, options.texts, run.config.data.errors)
     memory.save(options.memory)
     if not loss.tokens:
         print(f"nothing was read; the memory is in {options.memory}")
@@ -183,11 +183,13 @@ def read(options: ReadOptions, run: "Run") -> None:
     print(f"the memory of {memory.tokens:,} tokens is in {options.memory}, {size:,} bytes")
 
 
-def _read_files(reader: Reader, memory: Memory, files: tuple[Path, ...]) -> tuple[Memory, Loss, list[float]]:
-    """The memory after the files, their loss, and tokens a second in each tenth of them."""
+def _read_files(
+    reader: Reader, memory: Memory, files: tuple[Path, ...], errors: Literal["strict", "replace"]
+) -> tuple[Memory, Loss, list[float]]:
+    """The memory after the files, their loss, and tokens a second in each tenth of them; errors: `data.errors`."""
+    one = {"validation_every": 0, "errors": errors}
     documents = [
-        open_documents(DataConfig("text", str(file), validation_path=str(file), validation_every=0), "validation")
-        for file in files
+        open_documents(DataConfig("text", str(file), validation_path=str(file), **one), "validation") for file in files
     ]
     marks: list[tuple[float, int]] = [(time.monotonic(), 0)]
     console = Console(stderr=True)
