@@ -63,6 +63,11 @@ def test_same_seed_same_text_and_max_tokens():
         warm.stream(params, "ab", -1)
     with pytest.raises(ConfigError, match="^until has ''; use"):
         warm.stream(params, "ab", 1, until=[""])
+    with pytest.raises(ConfigError, match="^max_tokens is -1; use at least 0$"):
+        warm.complete(params, ["ab"], -1)
+    with pytest.raises(ConfigError, match="^until has ''; use"):
+        warm.complete(params, ["ab"], 1, until=["x", ""])
+    assert warm.complete(params, [], 1) == []
 
 
 def test_generation_ends_with_the_document():

@@ -126,7 +126,8 @@ class TitansLM(TemplateLM):
         alike: dict[tuple, list[int]] = {}
         for number, (_, asked) in enumerate(request.args for request in requests):
             until = asked.get("until") or ()
-            until = (until,) if isinstance(until, str) else tuple(until)
+            until = (until,) if isinstance(until, str) else until
+            until = tuple(filter(None, until))  # lm-eval's own models leave out empty texts too
             count = int(asked.get("max_gen_toks", asked.get("max_new_tokens", self._max_tokens)))
             warm = float(asked.get("temperature", 1.0 if asked.get("do_sample") else 0.0))
             alike.setdefault((until, count, warm if asked.get("do_sample", warm > 0) else 0.0), []).append(number)

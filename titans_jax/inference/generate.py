@@ -89,10 +89,7 @@ class Generator:
           NotFiniteLogits: the model's logits are not finite.
           ConfigError: `max_tokens` is negative, or one of `until` is empty.
         """
-        if max_tokens < 0:
-            raise ConfigError(f"max_tokens is {max_tokens}; use at least 0")
-        if "" in until:
-            raise ConfigError("until has ''; use texts of at least one letter, or none")
+        check_ends(max_tokens, until)
         pieces = stream_text(self.tokens(params, prompt, max_tokens, seed, memory), self._tokenizer)
         return stream_before(pieces, until) if until else pieces
 
@@ -123,8 +120,11 @@ class Generator:
         similar length are read fastest.
 
         Raises:
-          NotFiniteLogits: as `stream`.
+          NotFiniteLogits, ConfigError: as `stream`.
         """
+        check_ends(max_tokens, until)
+        if not prompts:
+            return []
         said: list[list[int]] = [[] for _ in prompts]
         going = set(range(len(prompts)))
         for step in self._side_by_side(params, prompts, max_tokens, seed):
@@ -213,6 +213,18 @@ class Generator:
 
         following, state = jax.vmap(one_row)(tokens, state, number, seen)
         return sharding.replicate(following), state
+
+
+def check_ends(max_tokens: int, until: Sequence[str]) -> None:
+    """Refuse ends of a continuation with which there is none.
+
+    Raises:
+      ConfigError: `max_tokens` is negative, or one of `until` is empty.
+    """
+    if max_tokens < 0:
+        raise ConfigError(f"max_tokens is {max_tokens}; use at least 0")
+    if "" in until:
+        raise ConfigError("until has ''; use texts of at least one letter, or none")
 
 
 def cut_before(text: str, until: Sequence[str]) -> str:
