@@ -125,10 +125,16 @@ class Memory:
                 about = json.loads((stored.metadata() or {})["titans_jax_memory"])
                 arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no dictionary)
             last, tokens, made_by = int(about["last"]), int(about["tokens"]), about["fingerprint"]
+            version = about["format"]
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise MemoryFileError(
                 f"memory is {str(file)!r}, which is damaged or no memory's file; read it anew"
             ) from error
+        if version != FORMAT:
+            raise MemoryFileError(
+                f"memory is {str(file)!r}, a file of format {version}, and this version reads format {FORMAT}; "
+                "use the version that wrote it, or read the text anew"
+            )
         if made_by not in reader.fingerprints:
             raise MemoryFileError(
                 f"memory is {str(file)!r}, which another model has read (its fingerprint is {made_by}, "
