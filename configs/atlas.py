@@ -1,4 +1,4 @@
-"""The models of the ATLAS paper (arXiv 2505.23735): OmegaNet and Atlas, and with attention behind them.
+"""The models of the ATLAS paper (arXiv 2505.23735): OmegaNet and Atlas, with attention behind them too, and its DLA.
 
     titans train omeganet_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 
@@ -40,4 +40,9 @@ configs = {
     "atlas_h_340m": atlas("atlas", "340m", HYBRID),  # 340,735,104 parameters, 5.1 GiB
     "atlas_h_760m": atlas("atlas", "760m", HYBRID),  # 763,545,216 parameters, 11.4 GiB
     "atlas_h_1b": atlas("atlas", "1b", HYBRID),  # 1,302,953,520 parameters, 19.4 GiB
+    # Deep linear attention, with which the paper compares its models
+    "dla_170m": atlas("dla", "170m"),  # 170,251,968 parameters, 2.5 GiB
+    "dla_340m": atlas("dla", "340m"),  # 338,398,080 parameters, 5.0 GiB
+    "dla_760m": atlas("dla", "760m"),  # 760,040,832 parameters, 11.3 GiB
+    "dla_1b": atlas("dla", "1b"),  # 1,299,008,208 parameters, 19.4 GiB
 }

@@ -12,7 +12,7 @@ Backbone, data and training are those of configs/baselines.py, so that only the 
 have other sizes and settings.
 """
 
-from titans_jax.config.papers import baseline
+from titans_jax.config.papers import baseline, log_linear, mamba3_mimo
 
 configs = {
     # Kimi Delta Attention
@@ -45,4 +45,9 @@ configs = {
     "mamba3_340m": baseline("mamba3", "340m"),  # 339,946,368 parameters, 5.1 GiB
     "mamba3_760m": baseline("mamba3", "760m"),  # 760,298,880 parameters, 11.3 GiB
     "mamba3_1b": baseline("mamba3", "1b"),  # 1,303,395,024 parameters, 19.4 GiB
+    # Mamba-3 with four keys a token (MIMO)
+    "mamba3_mimo_1b": mamba3_mimo("1b"),  # 1,305,164,496 parameters, 19.4 GiB
+    # Log-linear attention: parts of 1, 2, 4, .. 2,048 tokens, and one of all older
+    "log_linear_mamba2_760m": log_linear("mamba2", "760m", 12),  # 758,681,088 parameters, 11.3 GiB
+    "log_linear_gated_deltanet_760m": log_linear("gated_deltanet", "760m", 12),  # 759,271,296 parameters, 11.3 GiB
 }

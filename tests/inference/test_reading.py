@@ -92,7 +92,7 @@ def test_what_is_no_memory_of_this_model_is_refused(tmp_path):
         Memory.load(file, ours)
     other.start().save(file)
     whole = file.read_bytes()
-    later = whole.replace(rb'\"format\": \"1\"', rb'\"format\": \"2\"')
+    later = whole.replace(rb"\"format\": \"1\"", rb"\"format\": \"2\"")
     assert later != whole
     file.write_bytes(later)
     with pytest.raises(MemoryFileError, match="a file of format 2, and this version reads format 1; use the version"):

@@ -11,6 +11,7 @@ from titans_jax.config import (
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
+    memory_rule,
 )
 
 
@@ -72,8 +73,9 @@ def miras(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config
 
 def atlas(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Config:
     """An experiment of the ATLAS paper (arXiv 2505.23735, by secondary notes): Titans' sizes, one learning rate."""
-    rows = 4 + 15 * SIZES[size].num_heads  # 15 weights of a window, for every head
-    config = experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0, rows=rows)
+    memory = MemoryConfig(preset=preset)
+    rows = 4 + (memory_rule(memory).algorithm.window - 1) * SIZES[size].num_heads  # weights of a window, for every head
+    config = experiment(size, pattern, memory, num_persistent=0, rows=rows)
     return replace(config, optimizer=replace(config.optimizer, learning_rate=4e-4))
 
 
@@ -119,6 +121,28 @@ def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Con
     """A recurrent model that the papers compare theirs with: the same backbone around its memory, and the same
     training."""
     return experiment(size, pattern, MemoryConfig(preset=preset), num_persistent=0, start=START.get(preset, 0), rows=0)
+
+
+def log_linear(preset: str, size: str, levels: int) -> Config:
+    """A baseline in parts by how long ago they were written, `levels` and one (arXiv 2506.04761)."""
+    memory = MemoryConfig(preset=preset, log_linear_levels=levels)
+    rows = (levels + 1) * SIZES[size].num_heads  # a scale of every part, for every head
+    return experiment(size, ("lmm",), memory, num_persistent=0, start=0, rows=rows)
+
+
+def mamba3_mimo(size: str) -> Config:
+    """Mamba-3 with four keys, queries and values a token (arXiv 2603.15569), with the training of the other
+    baselines."""
+    rows = 6 * SIZES[size].dim  # three further matrices for queries and three for keys
+    return experiment(size, ("lmm",), MemoryConfig(preset="mamba3_mimo"), num_persistent=0, start=0, rows=rows)
+
+
+def memory_caching(size: str) -> Config:
+    """Titans' LMM with Memory Caching (arXiv 2602.24281, by secondary notes): a memory kept every 256 tokens, all of
+    them read by gates."""
+    memory = MemoryConfig(caching="gated", cache_segment=256)
+    rows = 132 + SIZES[size].dim  # as Titans has, and the matrix of the scores
+    return experiment(size, ("lmm",), memory, num_persistent=128, rows=rows)
 
 
 def mamba(size: str) -> Config:
