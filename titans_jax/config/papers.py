@@ -137,14 +137,6 @@ def mamba3_mimo(size: str) -> Config:
     return experiment(size, ("lmm",), MemoryConfig(preset="mamba3_mimo"), num_persistent=0, start=0, rows=rows)
 
 
-def memory_caching(size: str) -> Config:
-    """Titans' LMM with Memory Caching (arXiv 2602.24281, by secondary notes): a memory kept every 256 tokens, all of
-    them read by gates."""
-    memory = MemoryConfig(caching="gated", cache_segment=256)
-    rows = 132 + SIZES[size].dim  # as Titans has, and the matrix of the scores
-    return experiment(size, ("lmm",), memory, num_persistent=128, rows=rows)
-
-
 def mamba(size: str) -> Config:
     """Mamba (arXiv 2312.00752), with the training of the other baselines: blocks without a feed-forward layer, as many
     as bring it to the parameters of its size at the width of the others."""
