@@ -124,7 +124,8 @@ def baseline(preset: str, size: str, pattern: tuple[str, ...] = ("lmm",)) -> Con
 
 
 def log_linear(preset: str, size: str, levels: int) -> Config:
-    """A baseline in parts by how long ago they were written, `levels` and one (arXiv 2506.04761)."""
+    """A baseline with log-linear attention (arXiv 2506.04761): its memory in `levels` parts for the latest tokens, and
+    one for all older."""
     memory = MemoryConfig(preset=preset, log_linear_levels=levels)
     rows = (levels + 1) * SIZES[size].num_heads  # a scale of every part, for every head
     return experiment(size, ("lmm",), memory, num_persistent=0, start=0, rows=rows)
