@@ -1,4 +1,4 @@
-"""Linear recurrent models that came after the Titans and Miras papers, in four sizes of their baselines.
+"""Linear recurrent models that came after the Titans and Miras papers, in sizes of their baselines.
 
     titans train kimi_delta_attention_340m --data.path fineweb-edu/ --data.tokenizer tokenizer.model
 

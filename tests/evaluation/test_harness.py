@@ -112,9 +112,10 @@ def test_rolling_in_one_piece_and_in_windows(run, model):
 
 def test_texts_are_continued_until_they_end(run, model):
     greedy = {"until": ["e"], "max_gen_toks": 8, "do_sample": False, "temperature": 0.0}
-    long = {"until": [""], "max_gen_toks": 12}  # an empty text ends nothing
+    long = {"until": [], "max_gen_toks": 12}
+    empty = {"until": [""], "max_gen_toks": 12}  # an empty text ends nothing
     contexts = ["It reads", "abc", "It reads"]
-    found = model.generate_until(asked(*zip(contexts, [greedy, long, long], strict=True)), disable_tqdm=True)
+    found = model.generate_until(asked(*zip(contexts, [greedy, long, empty], strict=True)), disable_tqdm=True)
     generator = model._generators[0.0]
     alone = generator.complete(run.params, contexts[1:], 12)
     assert found[1:] == alone and found[0] == generator.complete(run.params, contexts[:1], 8)[0].split("e")[0]

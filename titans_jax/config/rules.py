@@ -207,8 +207,7 @@ def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
     from titans_jax.memory.caching import AGGREGATIONS
 
     part, arguments = _called("model.memory.caching", config.caching, AGGREGATIONS)
-    rule = memory_rule(config)
-    chunk_size = rule.chunk_size
+    chunk_size = memory_rule(config).chunk_size
     if config.cache_segment % chunk_size:
         below = max(config.cache_segment // chunk_size, 1) * chunk_size
         raise ConfigError(

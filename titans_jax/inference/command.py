@@ -187,10 +187,8 @@ def _read_files(
     reader: Reader, memory: Memory, files: tuple[Path, ...], errors: Literal["strict", "replace"]
 ) -> tuple[Memory, Loss, list[float]]:
     """The memory after the files, their loss, and tokens a second in each tenth of them; errors: `data.errors`."""
-    one = {"validation_every": 0, "errors": errors}
-    documents = [
-        open_documents(DataConfig("text", str(file), validation_path=str(file), **one), "validation") for file in files
-    ]
+    held_out = [DataConfig("text", str(x), validation_path=str(x), validation_every=0, errors=errors) for x in files]
+    documents = [open_documents(config, "validation") for config in held_out]
     marks: list[tuple[float, int]] = [(time.monotonic(), 0)]
     console = Console(stderr=True)
     columns = (

@@ -124,8 +124,8 @@ class Memory:
             with safe_open(file, framework="np") as stored:
                 about = json.loads((stored.metadata() or {})["titans_jax_memory"])
                 arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no dictionary)
-            last, tokens, made_by = int(about["last"]), int(about["tokens"]), about["fingerprint"]
-            version = about["format"]
+            last, tokens = int(about["last"]), int(about["tokens"])
+            version, made_by = about["format"], about["fingerprint"]
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise MemoryFileError(
                 f"memory is {str(file)!r}, which is damaged or no memory's file; read it anew"

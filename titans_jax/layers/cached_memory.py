@@ -404,8 +404,9 @@ class CachedMemory(NeuralMemory):
         """`read_together` of a batch of heads, [b, t, h, (r,) d]; all queries of a token read with the same shares."""
 
         def one(params, kept, shares, queries, reads, levels):
-            together = functools.partial(read_together, self.aggregation, self.rule, params, kept, shares)
-            together = functools.partial(together, segment=segment, levels=levels)
+            def together(queries, reads):
+                return read_together(self.aggregation, self.rule, params, kept, shares, queries, reads, segment, levels)
+
             return (jax.vmap(together, 1, 1) if queries.ndim > 2 else together)(queries, reads)
 
         heads = jax.vmap(one, in_axes=(0, 1, None, 1, 1, None), out_axes=1)
