@@ -10,6 +10,8 @@ class Profile:
     """Traces the steps of a range into a folder; call `step` before each of them.
 
     Of several processes only the first traces, and only its own devices. Every step carries its number in the trace.
+    Calls of Python functions are not in it: to record them the profiler walks the list of Python's threads, and where
+    one of XLA's or Grain's ends just then, the process ends in a segmentation fault (CPython's issue 137400).
     """
 
     def __init__(self, steps: range, folder: Path):
@@ -34,7 +36,9 @@ class Profile:
             self._stop()
 
     def _start(self) -> None:
-        jax.profiler.start_trace(self._folder)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(self._folder, profiler_options=options)
         self._tracing = True
 
     def _stop(self) -> None:
