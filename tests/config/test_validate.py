@@ -19,6 +19,7 @@ from titans_jax.config import (
     from_saved,
     leaves,
     to_dict,
+    to_saved,
 )
 from titans_jax.config.validate import validate
 from titans_jax.models import check_model
@@ -55,17 +56,28 @@ def test_a_memora_that_was_saved_when_it_had_no_skip_has_none():
     saved = to_dict(Config(model=ModelConfig(memory=MemoryConfig(preset="memora"))))
     assert from_saved(saved).model.memory.value_skip is None
     del saved["model"]["attention_conv"]
-    assert from_saved(saved).model.memory == MemoryConfig(preset="memora", value_skip=False)
+    before = MemoryConfig(preset="memora", value_skip=False, normalize_values=False)
+    assert from_saved(saved).model.memory == before
     memora = {"preset": "memora"}
     for fields in (
         {"preset": "yaad"},
         {"preset": "somebody's own"},
-        memora | {"value_skip": True},
+        memora | {"value_skip": True, "normalize_values": False},
         memora | {"normalize_values": True},
     ):
         memory = MemoryConfig(**fields)
         saved["model"]["memory"] = to_dict(Config(model=ModelConfig(memory=memory)))["model"]["memory"]
         assert from_saved(saved).model.memory == memory
+
+
+@pytest.mark.parametrize("preset, values", [("memora", False), ("yaad", None), ("somebody's own", None)])
+def test_a_saved_none_keeps_what_it_stood_for(preset, values):
+    """Until values of weights made of logits were scaled to the size of reads, a None stood for as projected."""
+    config = Config(model=ModelConfig(memory=MemoryConfig(preset=preset)))
+    assert from_saved(json.loads(json.dumps(to_saved(config)))) == config
+    assert from_saved(to_dict(config)).model.memory == MemoryConfig(preset=preset, normalize_values=values)
+    with pytest.raises(ConfigError, match="^defaults is 99, and this version knows 1 to 2; use a later version$"):
+        from_saved(to_saved(config) | {"defaults": 99})
 
 
 def test_every_field_is_documented():

@@ -133,16 +133,21 @@ def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
 
 
 def test_a_memory_that_an_earlier_version_wrote_for_memora_still_fits(tmp_path, monkeypatch):
-    """It stands under the fingerprint of a configuration without a word on the skip."""
+    """It stands under the fingerprint of a configuration without a word on the size of values, and on the skip."""
+
+    def memora(**said):
+        return dataclasses.replace(MODEL, memory=dataclasses.replace(MODEL.memory, preset="memora", **said))
+
     ours, file, params = reader("linear"), tmp_path / "a.memory", tiny("linear")[1]
-    before, after = (
-        dataclasses.replace(MODEL, memory=dataclasses.replace(MODEL.memory, value_skip=skip)) for skip in (None, False)
-    )
-    (written,) = module.earlier_fingerprints(after, params)
-    assert written == module.fingerprint(before, params) != module.fingerprint(after, params)
-    assert module.earlier_fingerprints(before, params) == []
-    monkeypatch.setattr(ours, "fingerprints", {"ours", written})
-    dataclasses.replace(ours.start(), fingerprint=written).save(file)
+    after = memora(normalize_values=False, value_skip=False)
+    written = module.earlier_fingerprints(after, params)
+    earlier = memora(), memora(value_skip=False), memora(normalize_values=False)
+    assert sorted(written) == sorted(module.fingerprint(config, params) for config in earlier)
+    assert module.fingerprint(after, params) not in written
+    assert module.earlier_fingerprints(memora(), params) == []
+    assert module.earlier_fingerprints(dataclasses.replace(after, memory=MODEL.memory), params) == []
+    monkeypatch.setattr(ours, "fingerprints", {"ours", *written})
+    dataclasses.replace(ours.start(), fingerprint=written[0]).save(file)
     assert Memory.load(file, ours).tokens == 0
 
 

@@ -38,16 +38,16 @@ def test_what_has_a_learned_start_forgets_to_it():
 
 
 def test_values_behind_a_norm_are_sized_and_added():
-    """Unless told otherwise; where weights are made of logits they are added as projected. Steps with a bound, and with
-    momentum or for logits, are then small at first. A linear memory with a learned start adds them too, and its steps,
-    which are limited, start small."""
+    """Unless told otherwise; where weights are made of logits they are added even as projected. Steps with a bound, and
+    with momentum or for logits, are small at first where values are sized. A linear memory with a learned start adds
+    them too, and its steps, which are limited, start small."""
     for name, preset in PRESETS.items():
         rule = preset.make()
-        config, behind = MemoryConfig(preset=name), rule.architecture.normalized and name != "memora"
-        assert sizes_values(config) == behind and skips_values(config) == (behind or name == "memora")
+        config, behind = MemoryConfig(preset=name), rule.architecture.normalized
+        assert sizes_values(config) == skips_values(config) == behind
         told = dataclasses.replace(config, normalize_values=not behind)
         assert sizes_values(told) == (not behind)
-        assert not behind or not skips_values(told)
+        assert not behind or skips_values(told) == (name == "memora")
         for each in (config, told):
             bounded, steep = preset.gates.step_size == "bounded", rule.algorithm.has_momentum or name == "memora"
             low = bounded and steep and sizes_values(each)

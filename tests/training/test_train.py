@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from tests.training.tiny import JSON_SOURCES, MODEL, tiny_config
-from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_dict, step_size_bound
+from titans_jax.config import Config, ConfigError, MeshConfig, OptimizerConfig, from_saved, step_size_bound
 from titans_jax.data import DataError
 from titans_jax.evaluation import evaluate_run
 from titans_jax.models import without_writes
@@ -70,7 +70,7 @@ def test_run_folder(uninterrupted):
     assert abs(train_lines[0]["loss"] - math.log(MODEL.vocab_size)) < 0.2
     assert validation[-1]["loss"] < validation[0]["loss"] < train_lines[0]["loss"]
     assert validation[-1]["bits_per_byte"] == pytest.approx(validation[-1]["loss"] / math.log(2), rel=0.01)
-    assert from_dict(json.loads((uninterrupted / "config.json").read_text())) == tiny_config()
+    assert from_saved(json.loads((uninterrupted / "config.json").read_text())) == tiny_config()
     assert not any("memory_gain" in line for line in validation) and not (uninterrupted / "memory.png").exists()
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (uninterrupted / "sample.txt").read_text().split("\n", 1)[1].startswith("def ")

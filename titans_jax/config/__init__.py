@@ -18,7 +18,7 @@ from titans_jax.config.rules import (
     step_size_bound,
     ties_keys,
 )
-from titans_jax.config.saved import from_saved
+from titans_jax.config.saved import from_saved, to_saved
 from titans_jax.config.schema import (
     Config,
     ConfigError,
@@ -68,5 +68,6 @@ __all__ = [
     "step_size_bound",
     "ties_keys",
     "to_dict",
+    "to_saved",
     "unknown_field",
 ]

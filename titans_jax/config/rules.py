@@ -113,8 +113,7 @@ def sizes_values(config: MemoryConfig) -> bool:
     """Whether values are scaled to the size of a normalised memory's reads (`normalize_values`)."""
     if config.normalize_values is not None:
         return config.normalize_values
-    rule = memory_rule(config)
-    return rule.architecture.normalized and not rule.retention.positive
+    return memory_rule(config).architecture.normalized
 
 
 def skips_values(config: MemoryConfig) -> bool:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from titans_jax.config.memory_config import MemoryConfig
-from titans_jax.config.rules import memory_rule, sizes_values
-from titans_jax.config.schema import Config, ConfigError, from_dict, replaced
+from titans_jax.config.rules import memory_rule
+from titans_jax.config.schema import Config, ConfigError, from_dict, replaced, to_dict
 
 BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
@@ -26,26 +26,41 @@ BEFORE: Mapping[str, Any] = {
 }
 """How models behaved before these fields existed: the value of a field that a saved configuration lacks."""
 
+DEFAULTS = 2
+"""Saved with a configuration: which defaults its None stands for. 1, which was not written: memories whose weights are
+made of logits, such as Memora, have values as projected."""
+
+
+def to_saved(config: Config) -> dict[str, Any]:
+    """The configuration for a file, which `from_saved` of this and of later versions understands."""
+    return to_dict(config) | {"defaults": DEFAULTS}
+
 
 def from_saved(values: dict[str, Any]) -> Config:
-    """The configuration that `to_dict` of this or an earlier version saved; raises as `from_dict`."""
+    """The configuration that `to_saved` of this or an earlier version made; raises as `from_dict`, and ConfigError for
+    one of a later version."""
+    values = dict(values)
+    defaults = values.pop("defaults", 1)
+    if defaults not in range(1, DEFAULTS + 1):
+        raise ConfigError(f"defaults is {defaults!r}, and this version knows 1 to {DEFAULTS}; use a later version")
     config = from_dict(values)
     for name, value in BEFORE.items():
         *path, field = name.split(".")
         if not _holds(values, path, field):
             config = replaced(config, path, field, value)
-    # Until `attention_conv` came, memories whose weights are made of logits had no skip for values as projected.
     memory = config.model.memory
-    if not _holds(values, ["model"], "attention_conv") and memory.value_skip is None and _had_no_skip(memory):
-        config = replaced(config, ["model", "memory"], "value_skip", False)
+    if defaults == 1 and _of_logits(memory) and not memory.normalize_values:
+        config = replaced(config, ["model", "memory"], "normalize_values", False)
+        # Until `attention_conv` came, such memories had no skip for values as projected.
+        if memory.value_skip is None and not _holds(values, ["model"], "attention_conv"):
+            config = replaced(config, ["model", "memory"], "value_skip", False)
     return config
 
 
-def _had_no_skip(config: MemoryConfig) -> bool:
-    """Whether fast weights are positive, as Memora's are, and values as projected; False for parts that are not
-    registered."""
+def _of_logits(config: MemoryConfig) -> bool:
+    """Whether fast weights are made of logits, as Memora's are; False for parts that are not registered."""
     try:
-        return memory_rule(config).retention.positive and not sizes_values(config)
+        return memory_rule(config).retention.positive
     except ConfigError:  # said by name where the configuration is used
         return False
 

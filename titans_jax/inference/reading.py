@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +28,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from titans_jax.config import ModelConfig, to_dict
+from titans_jax.config import ModelConfig, memory_rule, to_dict
 from titans_jax.data.packing import encode_after, stretches
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
@@ -274,9 +275,13 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
 
 
 def earlier_fingerprints(config: ModelConfig, params: Any) -> list[str]:
-    """Those that earlier versions wrote for the same model: until `attention_conv` came, None of `value_skip` stood for
-    the False of memories whose weights are made of logits."""
-    if config.memory.value_skip is not False:
+    """Those that earlier versions wrote for the same model: in memories whose weights are made of logits, None once
+    stood for values as projected (`normalize_values`), and before that for no skip (`value_skip`)."""
+    said = config.memory.normalize_values, config.memory.value_skip
+    if not memory_rule(config.memory).retention.positive:
         return []
-    memory = dataclasses.replace(config.memory, value_skip=None)
-    return [fingerprint(dataclasses.replace(config, memory=memory), params)]
+    meant = itertools.product(*({value, value or None} for value in said))
+    memories = (
+        dataclasses.replace(config.memory, normalize_values=a, value_skip=b) for a, b in meant if (a, b) != said
+    )
+    return [fingerprint(dataclasses.replace(config, memory=memory), params) for memory in memories]

@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import titans_jax
-from titans_jax.config import Config, ConfigError, from_saved, to_dict
+from titans_jax.config import Config, ConfigError, from_saved, to_saved
 from titans_jax.config.validate import check_types
 from titans_jax.errors import TitansError
 from titans_jax.sharding import processes
@@ -119,7 +119,7 @@ class Checkpoints:
             "step": step,
             "data": data_position,
             "text": text,
-            "config": to_dict(config),
+            "config": to_saved(config),
             "goodput": goodput,
         }
         items = {name: ocp.args.StandardSave(tree) for name, tree in state.items()}

@@ -27,7 +27,7 @@ import numpy as np
 from tyro.conf import Positional
 
 import titans_jax
-from titans_jax.config import Config, ConfigError, from_saved, leaves, to_dict
+from titans_jax.config import Config, ConfigError, from_saved, leaves, to_saved
 from titans_jax.config.validate import check_types
 from titans_jax.inference.reading import named_leaves, save_arrays
 from titans_jax.plots import save_csv, save_json
@@ -85,7 +85,7 @@ def export_safetensors(run: "Run", folder: Path) -> None:
         about = {"format": FORMAT, "version": titans_jax.__version__, "step": run.step}
         save_arrays(arrays, writing / WEIGHTS, {HEADER: json.dumps(about)})
         save_csv([describe(name, array, run.config) for name, array in arrays.items()], writing / "tensors.csv")
-        save_json(to_dict(run.config), writing / "config.json")
+        save_json(to_saved(run.config), writing / "config.json")
         _copy_tokenizer(run, writing)
         (writing / "README.md").write_text(model_card(run), encoding="utf-8")
 
@@ -100,7 +100,7 @@ def export_orbax(run: "Run", folder: Path) -> None:
         with Checkpoints(writing / "checkpoints", kept=1) as checkpoints:
             checkpoints.save(run.step, {"params": run.params}, config, data_position=None, text=None, goodput=None)
             checkpoints.wait()
-        save_json(to_dict(config), writing / "config.json")
+        save_json(to_saved(config), writing / "config.json")
         _copy_tokenizer(run, writing)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from titans_jax import data, sharding
-from titans_jax.config import Config, ConfigError, leaves, to_dict
+from titans_jax.config import Config, ConfigError, leaves, to_saved
 from titans_jax.config.validate import validate
 from titans_jax.errors import TitansError
 from titans_jax.evaluation.evaluators import EvaluationOptions
@@ -369,7 +369,7 @@ class Trainer:
 
     def _introduce(self) -> None:
         if jax.process_index() == 0:
-            save_json(to_dict(self.config), self.run_dir / "config.json")
+            save_json(to_saved(self.config), self.run_dir / "config.json")
         params = sum(x.size for x in jax.tree.leaves(self.state["params"]))
         self.report.say(f"{self.run_dir}: {params:,} parameters on {sharding.machine()}")
         if stats := jax.local_devices()[0].memory_stats():

@@ -89,6 +89,25 @@ def test_start_variance_knows_that_q_3_keeps_a_norm_of_1():
     assert rule.start_variance(dim) < 0.05 * dataclasses.replace(rule, retention=RULE.retention).start_variance(dim)
 
 
+@pytest.mark.parametrize("head_dim, depth", [(16, 2), (64, 2), (64, 1)])
+@pytest.mark.parametrize("size", [None, 3.0])
+def test_start_variance_of_weights_made_of_logits(head_dim, depth, size):
+    """Fresh memories of a softmax, and those that carry its weights, have the variance that the rule expects."""
+    whole, plain = architectures.residual_mlp(depth, 2), architectures.mlp(depth, 2)
+    for retention in (retentions.kullback_leibler(size), retentions.chi_squared(size)):
+        rule = dataclasses.replace(RULE, architecture=whole, retention=retention)
+
+        def variance(key, rule=rule):
+            key, start = jax.random.split(key)
+            params = memory.init_params(rule, start, head_dim)
+            weights = rule.retention.weights(params["weights"], params)
+            x = jax.random.normal(key, (head_dim,))
+            return jnp.var(plain.read(lambda i, y: y @ weights[i], params, x / jnp.linalg.norm(x)))
+
+        found = np.mean(jax.vmap(variance)(jax.random.split(jax.random.key(0), 1000)))
+        assert found == pytest.approx(rule.start_variance(head_dim), rel=0.1)
+
+
 def slope_after_one_key(time=2048, **fields):
     """The slope of a layer's weights after so many equal tokens by those at the start."""
     model = ModelConfig(dim=32, num_heads=2, head_dim=16, memory=MemoryConfig(**fields), dtype="float64")

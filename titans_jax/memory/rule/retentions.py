@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from titans_jax.memory.rule.architectures import Params, Shapes
 from titans_jax.memory.rule.capabilities import drop_inherited
 from titans_jax.ops.bisection import bisect
-from titans_jax.ops.matmul import matmul
+from titans_jax.ops.softmax import random_share_spread, softmax
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
@@ -274,6 +274,9 @@ class KullbackLeibler(Retention):
     def start(self, weights: jax.Array) -> jax.Array:
         return weights * weights.shape[0] ** 0.5
 
+    def start_size(self, shape: tuple[int, int]) -> float:
+        return simplex_start_size(self.size, shape)
+
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(c * softmax(z) for z, c in zip(carried, params["simplex_size"], strict=True))
 
@@ -325,6 +328,9 @@ class FDivergence(Retention):
 
     def start(self, weights: jax.Array) -> jax.Array:
         return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(weights * weights.shape[0] ** 0.5, axis=0)
+
+    def start_size(self, shape: tuple[int, int]) -> float:
+        return simplex_start_size(self.size, shape)
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jnp.where(w < 0, 0, w) for w in carried)  # a learned start may have left the positive side
@@ -407,21 +413,6 @@ class BregmanLogit(Retention):
         return tuple(jax.nn.sigmoid(z) for z in carried)
 
 
-@jax.custom_jvp
-def softmax(matrix: jax.Array) -> jax.Array:
-    """The softmax of every column. Its derivative sums by matrix products: XLA on a CPU is slow at sums of elementwise
-    products."""
-    return jax.nn.softmax(matrix, axis=0)
-
-
-@softmax.defjvp
-def softmax_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    shares, (change,) = softmax(*primals), tangents
-    ones = jnp.ones((1, len(shares)), shares.dtype)
-    total = matmul(ones, shares * change, shares.dtype)
-    return shares, shares * (change - matmul(ones.T, total, shares.dtype))
-
-
 def norm(matrix: jax.Array, q: float) -> jax.Array:
     """||matrix||_q over all entries, as a row, with a finite gradient at 0; the largest entry is divided out."""
     largest = jax.lax.stop_gradient(jnp.maximum(over_all(jnp.max, jnp.abs(matrix)), 1e-30))
@@ -438,6 +429,13 @@ def check_size(size: float | None) -> None:
     """Raises ValueError for a simplex whose sum is not above 0; None stands for the root of the number of inputs."""
     if size is not None and not size > 0:
         raise ValueError(f"size is {size!r}: a simplex needs a size above 0, for example 1.0.")
+
+
+def simplex_start_size(size: float | None, shape: tuple[int, int]) -> float:
+    """`Retention.start_size` of a softmax of normal logits times `size`. What all weights of an output unit have in
+    common does not count: units have the same sum, so that it adds the same to every one, and a norm takes it out."""
+    inputs, _ = shape
+    return (size or inputs**0.5) / inputs**0.5 * random_share_spread(inputs)
 
 
 decay, elastic_net, ftrl_elastic_net, norm_power, lq = Decay, ElasticNet, FtrlElasticNet, NormPower, Lq
