@@ -2,7 +2,7 @@
 
     model.safetensors    parameters by name; in its header the format, this library's version and the step
     tensors.csv          every tensor: name, shape, dtype, description and axes
-    config.json          the configuration, as `titans configs` prints one
+    config.json          the configuration, as `titans configs` prints one, and which defaults its None stands for
     tokenizer.*          the tokenizer's file, unless tokens are bytes
     README.md            the model card: the model, its data, its metrics
 
