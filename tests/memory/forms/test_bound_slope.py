@@ -72,20 +72,24 @@ def test_start_variance_is_that_of_fresh_memories(depth, expansion):
     assert abs(found.mean() - expected) < 4 * found.std() / draws**0.5
 
 
+def fresh_variance(rule, plain, head_dim, draws):
+    """Variance in front of the norm, the mean over fresh memories and unit keys; plain: the network without it."""
+
+    def variance(key):
+        key, start = jax.random.split(key)
+        params = memory.init_params(rule, start, head_dim)
+        weights = rule.retention.weights(params["weights"], params)
+        x = jax.random.normal(key, (head_dim,))
+        return jnp.var(plain.read(lambda i, y: y @ weights[i], params, x / jnp.linalg.norm(x)))
+
+    return np.mean(jax.vmap(variance)(jax.random.split(jax.random.key(0), draws)))
+
+
 def test_start_variance_knows_that_q_3_keeps_a_norm_of_1():
     """Moneta's W = A / ||A||_3: what fresh memories give is near what the rule expects, within what the norms vary."""
     whole, plain, dim = architectures.residual_mlp(2, 4), architectures.mlp(2, 4), 32
     rule = dataclasses.replace(RULE, architecture=whole, retention=retentions.norm_power(3.0))
-
-    def variance(key):
-        key, start = jax.random.split(key)
-        params = memory.init_params(rule, start, dim)
-        weights = rule.retention.weights(params["weights"], params)
-        x = jax.random.normal(key, (dim,))
-        return jnp.var(plain.read(lambda i, y: y @ weights[i], params, x / jnp.linalg.norm(x)))
-
-    found = np.mean(jax.vmap(variance)(jax.random.split(jax.random.key(0), 500)))
-    assert found == pytest.approx(rule.start_variance(dim), rel=0.05)
+    assert fresh_variance(rule, plain, dim, 500) == pytest.approx(rule.start_variance(dim), rel=0.05)
     assert rule.start_variance(dim) < 0.05 * dataclasses.replace(rule, retention=RULE.retention).start_variance(dim)
 
 
@@ -96,16 +100,7 @@ def test_start_variance_of_weights_made_of_logits(head_dim, depth, size):
     whole, plain = architectures.residual_mlp(depth, 2), architectures.mlp(depth, 2)
     for retention in (retentions.kullback_leibler(size), retentions.chi_squared(size)):
         rule = dataclasses.replace(RULE, architecture=whole, retention=retention)
-
-        def variance(key, rule=rule):
-            key, start = jax.random.split(key)
-            params = memory.init_params(rule, start, head_dim)
-            weights = rule.retention.weights(params["weights"], params)
-            x = jax.random.normal(key, (head_dim,))
-            return jnp.var(plain.read(lambda i, y: y @ weights[i], params, x / jnp.linalg.norm(x)))
-
-        found = np.mean(jax.vmap(variance)(jax.random.split(jax.random.key(0), 1000)))
-        assert found == pytest.approx(rule.start_variance(head_dim), rel=0.1)
+        assert fresh_variance(rule, plain, head_dim, 1000) == pytest.approx(rule.start_variance(head_dim), rel=0.1)
 
 
 def slope_after_one_key(time=2048, **fields):
