@@ -11,7 +11,7 @@ class Profile:
 
     Of several processes only the first traces, and only its own devices. Every step carries its number in the trace.
     Calls of Python functions are not in it: to record them the profiler walks the list of Python's threads, and where
-    one of XLA's or Grain's ends just then, the process ends in a segmentation fault (CPython's issue 137400).
+    one that native code began ends just then, the process ends in a segmentation fault (as in CPython's issue 137400).
     """
 
     def __init__(self, steps: range, folder: Path):

@@ -281,7 +281,7 @@ class KullbackLeibler(Retention):
         return tuple(c * softmax(z) for z, c in zip(carried, params["simplex_size"], strict=True))
 
     def slow(self, shapes: Shapes) -> Params:
-        return {"simplex_size": jnp.array([self.size or rows**0.5 for rows, _ in shapes], jnp.float32)}
+        return {"simplex_size": jnp.array([simplex_size(self.size, rows) for rows, _ in shapes], jnp.float32)}
 
 
 @register_retention()
@@ -297,7 +297,7 @@ class LaggedKullbackLeibler(KullbackLeibler):
     operations: ClassVar = frozenset({"lag_token"})
 
     def start(self, weights: jax.Array) -> jax.Array:
-        return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(super().start(weights), axis=0)
+        return simplex_size(self.size, len(weights)) * jax.nn.softmax(super().start(weights), axis=0)
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return carried
@@ -327,7 +327,7 @@ class FDivergence(Retention):
         check_size(self.size)
 
     def start(self, weights: jax.Array) -> jax.Array:
-        return (self.size or weights.shape[0] ** 0.5) * jax.nn.softmax(weights * weights.shape[0] ** 0.5, axis=0)
+        return simplex_size(self.size, len(weights)) * jax.nn.softmax(weights * len(weights) ** 0.5, axis=0)
 
     def start_size(self, shape: tuple[int, int]) -> float:
         return simplex_start_size(self.size, shape)
@@ -431,11 +431,16 @@ def check_size(size: float | None) -> None:
         raise ValueError(f"size is {size!r}: a simplex needs a size above 0, for example 1.0.")
 
 
+def simplex_size(size: float | None, inputs: int) -> float:
+    """The sum of an output unit's weights."""
+    return size or inputs**0.5
+
+
 def simplex_start_size(size: float | None, shape: tuple[int, int]) -> float:
     """`Retention.start_size` of a softmax of normal logits times `size`. What all weights of an output unit have in
     common does not count: units have the same sum, so that it adds the same to every one, and a norm takes it out."""
     inputs, _ = shape
-    return (size or inputs**0.5) / inputs**0.5 * random_share_spread(inputs)
+    return simplex_size(size, inputs) / inputs**0.5 * random_share_spread(inputs)
 
 
 decay, elastic_net, ftrl_elastic_net, norm_power, lq = Decay, ElasticNet, FtrlElasticNet, NormPower, Lq
