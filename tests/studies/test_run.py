@@ -10,6 +10,8 @@ from tiny_studies import LANGUAGE, RECALL, RECALL_OPTIONS
 
 from titans_jax import cli
 from titans_jax.config import DataConfig
+from titans_jax.config.saved import DEFAULTS
+from titans_jax.config.schema import replaced
 from titans_jax.studies import STUDIES, Cell, run, tasks
 from titans_jax.studies.models import small_model
 from titans_jax.studies.results import Result, ResultsFile, finite_numbers
@@ -73,6 +75,21 @@ def test_a_cell_is_identified_by_its_whole_configuration(tmp_path):
         dataclasses.replace(cell(), task=dataclasses.replace(RECALL, learning_rate=1e-4)),
     ):
         assert not file.finished(other)
+
+
+def test_a_cell_of_an_earlier_version_whose_defaults_were_others_is_trained_again(tmp_path):
+    file = tmp_path / "results.jsonl"
+    memora = dataclasses.replace(cell(), model=replaced(MODEL, ["memory"], "preset", "memora"))
+    for one in (cell(), memora):
+        ResultsFile(file).add(one, finite(0.5))
+    assert ResultsFile(file).finished(memora)
+    earlier = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in earlier:  # as they were written when Memora's values were as projected
+        assert line.pop("defaults") == DEFAULTS
+    file.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    assert ResultsFile(file).finished(cell()) and not ResultsFile(file).finished(memora)
+    projected = replaced(replaced(memora.model, ["memory"], "normalize_values", False), ["memory"], "value_skip", None)
+    assert ResultsFile(file).finished(dataclasses.replace(memora, model=projected))
 
 
 def test_a_cell_is_another_where_its_text_has_changed(tmp_path):

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from titans_jax.config import ConfigError, to_dict
+from titans_jax.config.saved import DEFAULTS, from_saved
 from titans_jax.studies.study import Cell
 from titans_jax.studies.tasks import Numbers
 
@@ -32,10 +34,11 @@ class Result:
 
 
 class ResultsFile:
-    """results.jsonl of a study's folder: each line is {"cell": the cell's identity, and the fields of `Result`}.
+    """results.jsonl of a study's folder: each line is {"cell": the cell's identity, "defaults": which defaults the
+    None of its model stands for (`config.saved`), and the fields of `Result`}.
 
     A line that was cut off by a kill is dropped. Lines of cells that the study no longer has, or of other versions,
-    stay.
+    stay; the cell of an earlier version whose model was another one is not taken for one of today.
     """
 
     def __init__(self, file: Path):
@@ -48,9 +51,11 @@ class ResultsFile:
             except ValueError:
                 continue
             lines.append(line + "\n")
-            with contextlib.suppress(AttributeError, KeyError, TypeError):  # a line of another version, for no cell
-                identity = fields.pop("cell")
-                self._results[_key(identity)] = Result(**fields)
+            # a line of another version, for no cell
+            with contextlib.suppress(AttributeError, ConfigError, KeyError, TypeError):
+                identity, defaults = fields.pop("cell"), fields.pop("defaults", 1)
+                model = from_saved({"model": identity["model"], "defaults": defaults}).model
+                self._results[_key(identity | {"model": to_dict(model)})] = Result(**fields)
         rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
         rewritten.write_text("".join(lines))
         rewritten.replace(file)
@@ -68,7 +73,8 @@ class ResultsFile:
         """Keep the result of a cell, on disk when this returns."""
         self._results[_key(cell.identity)] = result
         with self.file.open("a") as out:
-            out.write(json.dumps({"cell": cell.identity, **asdict(result)}, allow_nan=False) + "\n")
+            line = {"cell": cell.identity, "defaults": DEFAULTS, **asdict(result)}
+            out.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def _key(identity: dict[str, Any]) -> str:
