@@ -12,7 +12,8 @@ from flax import nnx
 from test_packed_documents import assert_documents_alone, pack
 from test_streaming import assert_same, read_in_pieces
 
-from titans_jax.models import LanguageModel, forward_flops_per_token, granularity, without_writes
+from titans_jax.config import ConfigError
+from titans_jax.models import LanguageModel, check_model, forward_flops_per_token, granularity, without_writes
 from titans_jax.models.flops import continuum_flops, memory_flops, memory_read_flops, self_referential_flops
 from titans_jax.studies.models import state_floats
 
@@ -93,3 +94,15 @@ def test_packed_rows_begin_with_whole_windows_of_every_level():
     assert granularity(hope(memory={"chunk_size": 6})) == math.lcm(6, 8)
     assert granularity(hope("hope_attention", memory={"chunk_size": 6})) == 8
     assert np.isfinite(forward_flops_per_token(hope("hope_attention"), 10))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("caching", "gated"), ("local_chunks", (4,)), ("log_linear_levels", 3)],
+)
+def test_memories_that_attention_has_not_are_refused_where_no_other_block_has_them(field, value):
+    memory = {"preset": "gated_deltanet" if field == "log_linear_levels" else "titans", "shard": 8, field: value}
+    for pattern in (("hope_attention",), ("window", "hope_attention")):
+        with pytest.raises(ConfigError, match=f"^model.memory.{field} is .*, which hope_attention does not do, as its"):
+            check_model(small.config(*pattern, memory=memory))
+    check_model(small.config("lmm", "hope_attention", memory=memory))

@@ -87,13 +87,7 @@ def check_rule(config: ModelConfig) -> None:
     gates = (choices.retention_gate, choices.step_size_gate)
     alone = all(isinstance(gate, LearnedGate) for gate in gates) and choices.bounded
     by_channel = choices.channel_logits(rule) or choices.keys != "projected" or choices.preconditioned
-    for name, without in OTHER_LAYERS.items():
-        value = getattr(config.memory, name)
-        if value != without:
-            raise ConfigError(
-                f"model.memory.{name} is {value!r}, which hope does not do, as its memories make one another's inputs; "
-                f"use {without!r}, or a pattern of lmm, mag, mal or retrofit"
-            )
+    check_other_layers(config, "hope", "its memories make one another's inputs")
     for name in ("tie_keys", "value_skip", "skip_projection", "prediction_gate", "normalize_values"):
         if getattr(config.memory, name):
             raise ConfigError(f"model.memory.{name} is True, which hope does not do; use None")
@@ -103,6 +97,21 @@ def check_rule(config: ModelConfig) -> None:
             "and a retention of their own; a block whose memories make these takes hope or ttt_mlp, without momentum "
             "and channel-wise gates"
         )
+
+
+def check_other_layers(config: ModelConfig, block: str, why: str) -> None:
+    """Refuse memories that are kept, in shards or in levels, for a block that has none of these.
+
+    Raises:
+      ConfigError: names the field, the block and why.
+    """
+    for name, without in OTHER_LAYERS.items():
+        value = getattr(config.memory, name)
+        if value != without:
+            raise ConfigError(
+                f"model.memory.{name} is {value!r}, which {block} does not do, as {why}; use {without!r}, or a pattern "
+                "of lmm, mag, mal or retrofit"
+            )
 
 
 class SelfReferentialMemory(HeadReads):

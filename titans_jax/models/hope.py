@@ -12,10 +12,16 @@ from titans_jax.layers.attention import Attention, AttentionState
 from titans_jax.layers.continuum_memory import ContinuumMemory
 from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.norms import RMSNorm
-from titans_jax.layers.self_referential import SelfReferentialMemory, SelfReferentialState, check_rule
+from titans_jax.layers.self_referential import (
+    SelfReferentialMemory,
+    SelfReferentialState,
+    check_other_layers,
+    check_rule,
+)
 from titans_jax.memory import MemoryState
 from titans_jax.models.block import Block, register_block
 from titans_jax.models.flops import attention_flops, continuum_flops, mean_causal_keys, self_referential_flops
+from titans_jax.models.pattern import blocks_of
 
 
 class HopeState(NamedTuple):
@@ -104,6 +110,12 @@ class HopeAttention(Block):
     def granularity(cls, config: ModelConfig) -> int:
         """See `Block`; whole windows of every level."""
         return config.memory.continuum_chunks[-1]
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """See `Block`: caching, local memories and levels, unless the pattern has another block with a memory."""
+        if not any(block.has_memory and block is not cls for block in blocks_of(config)):
+            check_other_layers(config, "hope_attention", "its memory is the weights of its levels")
 
     @staticmethod
     def forward_flops(config: ModelConfig, time: int) -> float:
