@@ -182,6 +182,19 @@ def test_rotary_scores_depend_on_distance_only():
 
     np.testing.assert_allclose(score(7, 3), score(104, 100), rtol=1e-5)
     assert abs(score(7, 3) - score(7, 4)) > 1e-3
+    for far in (4092, (1 << 20) - 1, 1 << 24, (1 << 30) + 5):
+        np.testing.assert_allclose(score(far + 7, far + 3), score(7, 3), atol=2e-3 * abs(score(7, 3)))
+
+
+def test_a_window_sees_the_same_after_twenty_million_tokens():
+    """In float32, which has no number between 2^24 and 2^24 + 2."""
+    config = ModelConfig(dim=8, num_heads=HEADS, head_dim=HEAD_DIM, depth=1, dtype="float32")
+    layer, x = Attention(config, 4, rngs=nnx.Rngs(0)), jnp.array(rows(0, 1, 12, 8), jnp.float32)
+    layer.query.kernel[...], layer.key.kernel[...] = (jnp.array(rows(i, 8, 8), jnp.float32) for i in range(2))
+    state = layer.init_state(1, None)
+    near, _ = layer(x, state)
+    far, _ = layer(x, state._replace(position=jnp.int32(20_000_001)))
+    np.testing.assert_allclose(far[:, 3:], near[:, 3:], atol=1e-3 * abs(near).max())
 
 
 def test_full_attention_needs_room():
