@@ -25,6 +25,7 @@ from titans_jax.config.validate import check_types
 from titans_jax.errors import TitansError
 from titans_jax.sharding import processes
 from titans_jax.training.checksums import damage, items_of, write_checksums
+from titans_jax.training.report import of_devices
 
 FORMAT = 2
 """Format of what is saved beside the arrays. Format 1 has no format number, version, text identity or checksums."""
@@ -143,9 +144,9 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except jax.errors.JaxRuntimeError:  # a device failed, or another process died
-            raise
         except Exception as error:  # Orbax and TensorStore raise many types, OSError and ValueError among them
+            if of_devices(error):  # a device failed, or another process died
+                raise
             whole = self.steps()
             safe = f"the checkpoint of step {whole[0]} is whole" if whole else "there is no earlier checkpoint"
             then = "free some space and run" if _error_number(error) in FULL else "when it can be, run"
@@ -238,9 +239,9 @@ class Checkpoints:
                 state = dict(self._manager.restore(step, args=ocp.args.Composite(**items)).items())
                 check_finite(state)
                 return state, saved
-            except (jax.errors.JaxRuntimeError, CheckpointError):  # not the files' fault
-                raise
             except Exception as error:
+                if isinstance(error, CheckpointError) or of_devices(error):  # not the files' fault
+                    raise
                 self._say(
                     f"the checkpoint of step {step} cannot be read ({_cause(error)}); " + _instead(steps[i + 1 :])
                 )

@@ -25,8 +25,9 @@ from titans_jax.models.loss import Batch
 from titans_jax.plots import save_json
 from titans_jax.sharding import processes
 from titans_jax.training.checkpoint import Checkpoints, NotFinite, Saved, abstract_like
-from titans_jax.training.device_memory import check_state_fits, out_of_memory
+from titans_jax.training.device_memory import check_state_fits
 from titans_jax.training.diagnostics import MEANS, harmful, ignored, plot_memory, warnings
+from titans_jax.training.failures import told_as_stops
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.lock import RunLock
@@ -34,7 +35,7 @@ from titans_jax.training.mesh import batch_sharding, to_devices, use_mesh
 from titans_jax.training.metrics import MetricsWriter, import_wandb, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
-from titans_jax.training.report import SMALLER, Report, RunDescription, TrainingStopped, lost, require_finite, say
+from titans_jax.training.report import SMALLER, Report, RunDescription, TrainingStopped, require_finite, say
 from titans_jax.training.resume import changes, check_same_run
 from titans_jax.training.run import (
     InitialWeights,
@@ -53,6 +54,7 @@ from titans_jax.training.stop import StopRequest
 MAY_DIFFER = frozenset({"processes.index", "training.run_dir", "data.path", "data.validation_path"})
 
 
+@told_as_stops()
 def train(config: Config, run_dir: Path, console: Console | None = None) -> None:
     """Run an experiment in `run_dir`, or continue the one that is there from its latest checkpoint.
 
@@ -106,12 +108,6 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
             except TrainingStopped as error:
                 checkpoints.wait()  # all processes stopped at this step, so what is being saved can be finished
                 raise TrainingStopped(f"{error}; {_where_to_go_on(checkpoints.steps())}") from error
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" in str(error):
-                    raise out_of_memory(error) from error
-                if jax.process_count() == 1:
-                    raise
-                raise lost(error) from error
 
 
 def check_run(config: Config) -> data.Tokenizer:

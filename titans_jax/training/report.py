@@ -45,6 +45,15 @@ def lost(error: Exception) -> ProcessLost:
     )
 
 
+def of_devices(error: Exception) -> bool:
+    """Whether an operation on the devices, or between processes, has failed.
+
+    jax raises JaxRuntimeError, but of Gloo, by which processes on CPUs talk, a plain ValueError where it fails in the
+    call itself. TensorStore's errors of files are ValueErrors too.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or (type(error) is ValueError and "Gloo" in str(error))
+
+
 def require_finite(what: str, value: float, consequence: str) -> None:
     """Raises TrainingStopped where a value is infinite or NaN."""
     if not math.isfinite(value):
