@@ -114,10 +114,10 @@ class MemoryConfig:
     memory had predicted: with `tie_keys` a token's read predicts the next token's value. None: True with `tie_keys`.
     False: the gate sees the token alone, as in the papers."""
     forget_bias: float | tuple[float, ...] | None = None
-    """Initial logit of every gate called "forget": at first it forgets sigmoid(forget_bias) of a token, and a matrix with
-    gates for channels beside the head's own forgets as much again for each. Two numbers are those of the first and the
-    last head, with even steps between. None: -7 and -2 (for the global memory of `local_chunks` -log(chunk_size - 1),
-    at most -5), or the preset's own where forgetting leads to zero."""
+    """Initial logit of every gate called "forget": at first it forgets sigmoid(forget_bias) of a token, and a matrix
+    with gates for channels beside the head's own forgets as much again for each. Two numbers are those of the first and
+    the last head, with even steps between. None: -7 and -2 (for the global memory of `local_chunks` -log(chunk_size -
+    1), at most -5), or the preset's own where forgetting leads to zero."""
     caching: str | None = None
     """Memory Caching: how the memories kept at the ends of segments are read together with the running one, by name:
     `residual`, `average`, `gated`, `soup` or `sparse(k=4)`; None keeps none. For lmm, mag, mal and retrofit. The state
