@@ -49,13 +49,11 @@ def test_values_behind_a_norm_are_sized_and_added():
         assert sizes_values(told) == (not behind)
         assert not behind or skips_values(told) == (name == "memora")
         for each in (config, told):
-            bounded = preset.gates.step_size in ("bounded", "bounded_quarter")
-            steep = rule.algorithm.has_momentum or name == "memora"
+            bounded, steep = preset.gates.step_size == "bounded", rule.algorithm.has_momentum or name == "memora"
             low = bounded and steep and sizes_values(each)
             assert gate_choices(each).step_size == ("bounded_low" if low else preset.gates.step_size)
     linear = MemoryConfig(architecture="linear")
     assert skips_values(linear) and not sizes_values(linear) and gate_choices(linear).step_size == "bounded_low"
-    assert gate_choices(MemoryConfig(preset="yaad", architecture="linear")).step_size == "bounded_low"
     for letter in ({"bound_slope": False}, {"step_unit": "head_dim"}, {"chunk_size": 1}):
         assert gate_choices(dataclasses.replace(linear, **letter)).step_size == "bounded"
     several = MemoryConfig(preset="delta_product", normalize_values=True)

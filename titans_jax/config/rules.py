@@ -51,7 +51,7 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
     steep = rule.algorithm.has_momentum or rule.retention.positive
     beyond = limits_steps(config) and rule.chunk_size > 1  # half of the largest step removes more than all of the error
-    if gates.step_size in ("bounded", "bounded_quarter") and (beyond or (steep and sizes_values(config))):
+    if gates.step_size == "bounded" and (beyond or (steep and sizes_values(config))):
         # Larger values make the loss steeper; momentum makes twice as much of a step, and steps on logits act as
         # factors.
         changed["step_size"] = "bounded_low"

@@ -199,8 +199,7 @@ def moneta(p: float = 3.0, q: float = 4.0, depth: int = 2, expansion: int = 4, c
     return deep(biases.lp(p), retention, depth, expansion, chunk_size)
 
 
-# Where few errors are clipped, first steps of half the largest size make gradients of random and equal bytes grow.
-@register_preset(gates=dataclasses.replace(MIRAS, step_size="bounded_quarter", bias_gate=True))
+@register_preset(gates=dataclasses.replace(MIRAS, bias_gate=True))
 def yaad(depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule:
     """Huber bias with a threshold per token and channel (`bias_gate`), L2 retention (arXiv 2504.13173 eq 26)."""
     return deep(biases.huber(), retentions.decay(), depth, expansion, chunk_size)
