@@ -57,6 +57,21 @@ OTHER_LAYERS = {"caching": None, "local_chunks": (), "log_linear_levels": 0}
 that switches it off."""
 
 
+def check_other_layers(config: ModelConfig, block: str, why: str) -> None:
+    """Refuse memories that are kept, in shards or in levels, for a block that has none of these.
+
+    Raises:
+      ConfigError: names the field, the block and why.
+    """
+    for name, without in OTHER_LAYERS.items():
+        value = getattr(config.memory, name)
+        if value != without:
+            raise ConfigError(
+                f"model.memory.{name} is {value!r}, which {block} does not do, as {why}; use {without!r}, or a pattern "
+                "of lmm, mag, mal or retrofit"
+            )
+
+
 class MemoryLayerState(NamedTuple):
     """What the layer carries.
 

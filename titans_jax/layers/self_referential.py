@@ -32,7 +32,7 @@ from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import error_share
 from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
-from titans_jax.layers.neural_memory import OTHER_LAYERS, broadcast
+from titans_jax.layers.neural_memory import broadcast, check_other_layers
 from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.layers.scan_chunks import at, scan_chunks
@@ -97,21 +97,6 @@ def check_rule(config: ModelConfig) -> None:
             "and a retention of their own; a block whose memories make these takes hope or ttt_mlp, without momentum "
             "and channel-wise gates"
         )
-
-
-def check_other_layers(config: ModelConfig, block: str, why: str) -> None:
-    """Refuse memories that are kept, in shards or in levels, for a block that has none of these.
-
-    Raises:
-      ConfigError: names the field, the block and why.
-    """
-    for name, without in OTHER_LAYERS.items():
-        value = getattr(config.memory, name)
-        if value != without:
-            raise ConfigError(
-                f"model.memory.{name} is {value!r}, which {block} does not do, as {why}; use {without!r}, or a pattern "
-                "of lmm, mag, mal or retrofit"
-            )
 
 
 class SelfReferentialMemory(HeadReads):

@@ -11,13 +11,9 @@ from titans_jax.config import ModelConfig, memory_rule
 from titans_jax.layers.attention import Attention, AttentionState
 from titans_jax.layers.continuum_memory import ContinuumMemory
 from titans_jax.layers.document_layout import Documents
+from titans_jax.layers.neural_memory import check_other_layers
 from titans_jax.layers.norms import RMSNorm
-from titans_jax.layers.self_referential import (
-    SelfReferentialMemory,
-    SelfReferentialState,
-    check_other_layers,
-    check_rule,
-)
+from titans_jax.layers.self_referential import SelfReferentialMemory, SelfReferentialState, check_rule
 from titans_jax.memory import MemoryState
 from titans_jax.models.block import Block, register_block
 from titans_jax.models.flops import attention_flops, continuum_flops, mean_causal_keys, self_referential_flops

@@ -42,7 +42,7 @@ from titans_jax.layers.document_layout import Documents
 from titans_jax.layers.feed_forward import FeedForward
 from titans_jax.layers.gated_merge import GatedMerge
 from titans_jax.layers.head_channels import side_by_side
-from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
+from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast, check_other_layers
 from titans_jax.layers.norms import RMSNorm
 from titans_jax.layers.persistent import LongTermQueries, PersistentTokens
 from titans_jax.layers.prediction_gate import Reads
@@ -190,21 +190,7 @@ class MAC(Block):
                 f"model.mac_long_term is {config.mac_long_term}; use 1 to {config.segment - 1}, fewer than "
                 f"model.segment {config.segment}, or None for one per token"
             )
-        if config.memory.caching is not None:
-            raise ConfigError(
-                f"model.memory.caching is {config.memory.caching!r}, which mac does not do, as its segments' attention "
-                "reads the memory too; use None, or a pattern of lmm, mag, mal or retrofit"
-            )
-        if config.memory.local_chunks:
-            raise ConfigError(
-                f"model.memory.local_chunks is {config.memory.local_chunks}, which mac does not do, as its attention "
-                "reads the memory of every segment's start; use (), or a pattern of lmm, mag, mal or retrofit"
-            )
-        if config.memory.log_linear_levels:
-            raise ConfigError(
-                f"model.memory.log_linear_levels is {config.memory.log_linear_levels}, which mac does not do, as its "
-                "attention reads the memory of every segment's start; use 0, or a pattern of lmm, mag, mal or retrofit"
-            )
+        check_other_layers(config, "mac", "its segments' attention reads the memory of every segment's start")
         rank = gate_choices(config.memory).key_rank(memory_rule(config.memory))
         if rank > 1:
             raise ConfigError(
