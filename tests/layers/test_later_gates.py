@@ -10,6 +10,7 @@ from flax import nnx
 
 from titans_jax.config import ConfigError, MemoryConfig, ModelConfig, gate_choices, memory_rule
 from titans_jax.layers.memory_gates import MemoryGates
+from titans_jax.layers.neural_memory import NeuralMemory, broadcast
 
 CONFIG = ModelConfig(dim=8, num_heads=2, head_dim=4, depth=1, dtype="float64", memory=MemoryConfig(gate_rank=3))
 
@@ -85,6 +86,20 @@ def test_gated_deltanet_2():
         np.testing.assert_allclose(left_values, sigmoid(write) * values, rtol=1e-12)
         np.testing.assert_array_equal(left_keys, keys)
         np.testing.assert_array_equal(gates.step_size, 1)
+
+
+def test_a_fresh_yaad_clips_hardly_any_error():
+    """Of values as large as its reads, for tokens that it has not seen."""
+    config = ModelConfig(
+        dim=64, num_heads=2, head_dim=32, depth=1, dtype="float32", memory=MemoryConfig(preset="yaad", chunk_size=4)
+    )
+    layer = NeuralMemory(config, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (4, 64, 64))
+    features, state = layer.features(x, broadcast(layer.start(), 4))
+    reads = layer.retrieve(state.memory.weights, features["key"])
+    _, _, gates = layer.gates(x, features["key"], features["value"])
+    errors = np.abs(reads - features["value"])
+    assert errors.mean() > 0.8 and (errors > gates.bias_gate).mean() < 0.01
 
 
 @pytest.mark.parametrize("maps", [{"gate_rank": None}, {"gate_maps": "own"}])

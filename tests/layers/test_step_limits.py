@@ -1,4 +1,4 @@
-"""Steps of a linear memory, limited so that no key that is written again and again makes it unstable
+"""Steps that are limited, or small at first, so that no key that is written again and again makes a memory unstable
 (memory/README.md, Gates)."""
 
 import dataclasses
@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from titans_jax.config import MemoryConfig, ModelConfig, memory_rule
+from titans_jax.config import MemoryConfig, ModelConfig, gate_choices, memory_rule, step_size_bound
 from titans_jax.layers.memory_gates import MemoryGates
+from titans_jax.memory import init_params
 from titans_jax.memory.step_unit import error_removed
 
 HEAD_DIM = 4
@@ -85,3 +86,27 @@ def test_token_by_token_no_key_makes_it_larger(channel_retention):
         gates, letter, share, free = gates_of(momentum=False, chunk_size=1, channel_retention=channel_retention)
         assert np.max(growth(gates, share)) < 1 + 1e-9
         assert np.max(share) > 1 and np.mean(growth(letter, free) > 1) > 0.3
+
+
+@pytest.mark.parametrize("fields", [{"preset": "yaad"}, {"preset": "ttt_mlp"}, {"preset": "titans", "momentum": False}])
+def test_a_first_write_overshoots_in_no_direction(fields):
+    """From the direction in which a fresh memory loses most of its error, a first step removes less than twice the
+    error; half of the largest step would remove more, which one key again and again would magnify."""
+    config = MemoryConfig(**fields)
+    model, rule = ModelConfig(dim=32, num_heads=2, head_dim=16, memory=config), memory_rule(config)
+
+    def most_removed(key):
+        """The largest eigenvalue of J J^T, J the derivative of a read by the weights."""
+        start, key = jax.random.split(key)
+        params, key = init_params(rule, start, 16), jax.random.normal(key, (16,))
+
+        def read(weights):
+            x = key / jnp.linalg.norm(key)
+            return rule.architecture.read(lambda i, x: x @ weights[i], params, x)
+
+        derivatives = jax.jacrev(read)(params["weights"])
+        return jnp.linalg.eigvalsh(sum(jnp.einsum("oij,pij->op", j, j) for j in derivatives))[-1]
+
+    most = float(jnp.mean(jax.jit(jax.vmap(most_removed))(jax.random.split(jax.random.key(0), 64))))
+    first = jax.nn.sigmoid(gate_choices(config).step_size_gate.start)
+    assert 1 < step_size_bound(model) * first * most < 1.6 and step_size_bound(model) / 2 * most > 2

@@ -38,9 +38,10 @@ def test_what_has_a_learned_start_forgets_to_it():
 
 
 def test_values_behind_a_norm_are_sized_and_added():
-    """Unless told otherwise; where weights are made of logits they are added even as projected. Steps with a bound, and
-    with momentum or for logits, are small at first where values are sized. A linear memory with a learned start adds
-    them too, and its steps, which are limited, start small."""
+    """Unless told otherwise; where weights are made of logits they are added even as projected. Where values are sized,
+    steps with a bound are small at first with momentum or for logits, and smaller than half for several matrices that
+    read in chunks. A linear memory with a learned start adds values too, and its steps, which are limited, start small.
+    """
     for name, preset in PRESETS.items():
         rule = preset.make()
         config, behind = MemoryConfig(preset=name), rule.architecture.normalized
@@ -49,9 +50,13 @@ def test_values_behind_a_norm_are_sized_and_added():
         assert sizes_values(told) == (not behind)
         assert not behind or skips_values(told) == (name == "memora")
         for each in (config, told):
-            bounded, steep = preset.gates.step_size == "bounded", rule.algorithm.has_momentum or name == "memora"
-            low = bounded and steep and sizes_values(each)
-            assert gate_choices(each).step_size == ("bounded_low" if low else preset.gates.step_size)
+            first = preset.gates.step_size
+            if first == "bounded" and sizes_values(each):
+                several = "bounded_third" if len(rule.shapes(8)) > 1 else "bounded"
+                first = "bounded_low" if rule.algorithm.has_momentum or name == "memora" else several
+            assert gate_choices(each).step_size == first
+    for letter in ({"chunk_size": 1}, {"step_unit": "head_dim"}):
+        assert gate_choices(MemoryConfig(preset="ttt_mlp", **letter)).step_size == "bounded"
     linear = MemoryConfig(architecture="linear")
     assert skips_values(linear) and not sizes_values(linear) and gate_choices(linear).step_size == "bounded_low"
     for letter in ({"bound_slope": False}, {"step_unit": "head_dim"}, {"chunk_size": 1}):

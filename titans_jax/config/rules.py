@@ -49,12 +49,8 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
     from titans_jax.memory.rule.gate_choices import OPEN_BIAS, SPREAD_BIAS
 
     gates, changed, rule = _preset(config).gates, {}, memory_rule(config)
-    steep = rule.algorithm.has_momentum or rule.retention.positive
-    beyond = limits_steps(config) and rule.chunk_size > 1  # half of the largest step removes more than all of the error
-    if gates.step_size == "bounded" and (beyond or (steep and sizes_values(config))):
-        # Larger values make the loss steeper; momentum makes twice as much of a step, and steps on logits act as
-        # factors.
-        changed["step_size"] = "bounded_low"
+    if gates.step_size == "bounded":
+        changed["step_size"] = _first_steps(config, rule)
     to_start = rule.forget_to_start
     if config.forget_bias is not None:
         changed["forget_bias"] = config.forget_bias
@@ -96,6 +92,19 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
             "forgets by the channels of one side at most; use key, value or none, or model.memory.momentum False"
         )
     return made
+
+
+def _first_steps(config: MemoryConfig, rule: "MemoryRule") -> str:
+    """The name of the gate of bounded steps, which says how large they are at first."""
+    sized, in_chunks = sizes_values(config), rule.chunk_size > 1
+    # Larger values make the loss steeper; momentum makes twice as much of a step, and steps on logits act as factors.
+    steep = sized and (rule.algorithm.has_momentum or rule.retention.positive)
+    if steep or (in_chunks and limits_steps(config)):  # half of the largest step removes more than all of the error
+        return "bounded_low"
+    # Behind several matrices it removes more than twice the error from some directions. Token by token that stays, as
+    # memories that reflect need it (parity).
+    several = len(rule.shapes(2)) > 1 and config.step_unit == "error"
+    return "bounded_third" if sized and in_chunks and several else "bounded"
 
 
 def _one_step(gates: "GateChoices", rule: "MemoryRule") -> str:

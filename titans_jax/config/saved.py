@@ -26,9 +26,10 @@ BEFORE: Mapping[str, Any] = {
 }
 """How models behaved before these fields existed: the value of a field that a saved configuration lacks."""
 
-DEFAULTS = 2
-"""Saved with a configuration: which defaults its None stands for. 1, which was not written: memories whose weights are
-made of logits, such as Memora, have values as projected."""
+DEFAULTS = 3
+"""Saved with a configuration: which defaults its None stands for, and where fresh gates start. 1, which was not
+written: memories whose weights are made of logits, such as Memora, have values as projected. Up to 2: no memory starts
+with steps of a third of the largest, and Huber thresholds start at 1; a model that was saved has its own gates."""
 
 
 def to_saved(config: Config) -> dict[str, Any]:

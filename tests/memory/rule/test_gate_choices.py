@@ -52,11 +52,11 @@ def test_gates_that_all_matrices_share():
     assert product.scalar_logits(presets.delta_product(), HEAD_DIM)["step_size"] == (2, 0.0)
 
 
-def test_a_huber_threshold_is_per_channel_and_starts_at_one():
+def test_a_huber_threshold_is_per_channel_and_starts_at_five():
     scalars, channels = logits("yaad")
     assert list(scalars) == ["retention", "step_size"]
     assert list(channels) == ["key", "value", "key_step", "value_step", "bias_gate"]
-    assert jax.nn.softplus(channels["bias_gate"]) == pytest.approx(1)
+    assert jax.nn.softplus(channels["bias_gate"]) == pytest.approx(5)
 
 
 def test_a_gate_of_ones_own_brings_its_function_and_its_start():

@@ -30,11 +30,19 @@ OPEN_BIAS = -5.0
 # For memories that forget towards their start: 1/e is left after 1,100 tokens in the first head, after 8 in the last
 # (memory/what_was_tried.md).
 SPREAD_BIAS = (-7.0, -2.0)
-# sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with steps of half the largest size, the writes
-# of a chunk enlarge one another, and its gradients explode (memory/what_was_tried.md).
+# sigmoid of it is 1/3. With the default max_step_size of 3 a first write removes just its token's error, and from the
+# direction where it removes most 1.4 times as much. With a half that would be more than twice the error, and one key
+# again and again not stable (memory/what_was_tried.md).
+THIRD_BIAS = -math.log(2.0)
+# sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with larger steps the writes of a chunk enlarge
+# one another, and its gradients explode (memory/what_was_tried.md).
 LOW_BIAS = -2.0
 SOFTPLUS_ONE = math.log(math.expm1(1.0))
 """softplus of it is 1."""
+FIRST_THRESHOLD = math.log(math.expm1(5.0))
+"""softplus of it is 5. Where values are as large as reads, errors deviate by 1.4 at first, by 2 where writes overshoot.
+A Huber loss that clips many of them learns to recall late, and one that clips some magnifies gradients
+(memory/what_was_tried.md)."""
 
 
 Start = float | tuple[float, float]
@@ -144,6 +152,7 @@ RETENTION_GATES: Mapping[str, Gate] = {
 
 STEP_SIZE_GATES: Mapping[str, Gate] = {
     "bounded": LearnedGate(jax.nn.sigmoid, bounded=True),
+    "bounded_third": LearnedGate(jax.nn.sigmoid, THIRD_BIAS, bounded=True),
     "bounded_low": LearnedGate(jax.nn.sigmoid, LOW_BIAS, bounded=True),
     "sigmoid": LearnedGate(jax.nn.sigmoid),
     "softplus": LearnedGate(jax.nn.softplus),
@@ -174,17 +183,18 @@ class GateChoices:
 
     retention: "forget", 1 - sigmoid of a logit per matrix (Titans); "rate", exp(-A step) with a step softplus of a
     logit (Mamba2); "retnet" and "lightning", constants per head; "keep", 1.
-    step_size: "bounded", max_step_size * sigmoid per matrix (Titans), at first half of it; "bounded_low", at first an
-    eighth; "sigmoid", "softplus", "double" (2 sigmoid, so that a DeltaNet step can reverse a sign); "rate", the step of
-    the retention; "one".
+    step_size: "bounded", max_step_size * sigmoid per matrix (Titans), at first half of it; "bounded_third" and
+    "bounded_low", at first a third and an eighth; "sigmoid", "softplus", "double" (2 sigmoid, so that a DeltaNet step
+    can reverse a sign); "rate", the step of the retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
     (exp(-e^(-1/2) sigmoid)), or None; for inputs also "rate", as for retention, with a step for every channel (Kimi).
     lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
     softmax over the layers, from 0 in the first; as layers share no parameters, each learns its own here, from 1/2.
     channel_steps: step sizes vary by channel too: True, on the sides with channel-wise retention; "key", "value" or
     "both", on these sides.
-    bias_gate: a bias whose gate can differ by channel (Huber's threshold) gets one per channel, softplus of a logit.
-    Any other bias that takes a gate, and any where this is False, gets one per head in the same way; both start at 1.
+    bias_gate: a bias whose gate can differ by channel (Huber's threshold) gets one per channel, softplus of a logit,
+    which starts at 5. Any other bias that takes a gate, and any where this is False, gets one per head in the same way,
+    which starts at 1.
     keys: "projected"; "complement", 1 - key retention, whose logits are the projection (HGRN2, whose gates are of full
     rank); "removal", a removal and a replacement key (RWKV-7); "rotated", a token's key and that of the token before,
     turned by phases (Mamba-3, `layers.rotation`), or several of each, with gates of their own that the gates here
@@ -326,7 +336,7 @@ class GateChoices:
                 found[side] = gate.start
         found |= {f"{side}_step": 0.0 for side in self.step_sides}
         if self.by_channel(rule):
-            found["bias_gate"] = SOFTPLUS_ONE
+            found["bias_gate"] = FIRST_THRESHOLD
         if self.removal_keys:
             found["removal_step"] = 0.0
         return found | (dict.fromkeys(("erase", "write"), 0.0) if self.erase == "channels" else {})
