@@ -30,13 +30,13 @@ LENGTHS_SHOWN = 5
 YAAD: dict[str, dict[str, Any]] = {
     "full": {},
     "without retention": {"forget": "never", "channel_steps": "both"},
-    "constant threshold": {"bias": "huber(delta=1.0, constant=True)"},
+    "constant threshold": {"bias": "huber(delta=5.0, constant=True)"},
     "without L2": {"bias": "value_less"},
     "without L1": {"bias": "l2"},
     "linear memory": {"architecture": "linear"},
 }
 """Yaad, and Yaad without each of its parts: its forgetting (its step sizes by channel stay), the threshold that depends
-on the token, the quadratic and the linear branch of its bias, and its depth."""
+on the token (for one that stays where it starts), the quadratic and the linear branch of its bias, and its depth."""
 
 
 @dataclass(frozen=True)
