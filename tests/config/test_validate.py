@@ -56,14 +56,15 @@ def test_a_memora_that_was_saved_when_it_had_no_skip_has_none():
     saved = to_dict(Config(model=ModelConfig(memory=MemoryConfig(preset="memora"))))
     assert from_saved(saved).model.memory.value_skip is None
     del saved["model"]["attention_conv"]
-    before = MemoryConfig(preset="memora", value_skip=False, normalize_values=False)
+    start = "kullback_leibler(start_deviation=1.0)"
+    before = MemoryConfig(preset="memora", value_skip=False, normalize_values=False, retention=start)
     assert from_saved(saved).model.memory == before
     memora = {"preset": "memora"}
     for fields in (
         {"preset": "yaad"},
         {"preset": "somebody's own"},
-        memora | {"value_skip": True, "normalize_values": False},
-        memora | {"normalize_values": True},
+        memora | {"value_skip": True, "normalize_values": False, "retention": "decay"},
+        memora | {"normalize_values": True, "retention": "f_divergence"},
     ):
         memory = MemoryConfig(**fields)
         saved["model"]["memory"] = to_dict(Config(model=ModelConfig(memory=memory)))["model"]["memory"]
@@ -75,9 +76,26 @@ def test_a_saved_none_keeps_what_it_stood_for(preset, values):
     """Until values of weights made of logits were scaled to the size of reads, a None stood for as projected."""
     config = Config(model=ModelConfig(memory=MemoryConfig(preset=preset)))
     assert from_saved(json.loads(json.dumps(to_saved(config)))) == config
-    assert from_saved(to_dict(config)).model.memory == MemoryConfig(preset=preset, normalize_values=values)
-    with pytest.raises(ConfigError, match="^defaults is 99, and this version knows 1 to 2; use a later version$"):
+    retention = "kullback_leibler(start_deviation=1.0)" if preset == "memora" else None
+    wanted = MemoryConfig(preset=preset, normalize_values=values, retention=retention)
+    assert from_saved(to_dict(config)).model.memory == wanted
+    with pytest.raises(ConfigError, match="^defaults is 99, and this version knows 1 to 3; use a later version$"):
         from_saved(to_saved(config) | {"defaults": 99})
+
+
+@pytest.mark.parametrize(
+    "said, meant",
+    [
+        ("kullback_leibler", "kullback_leibler(start_deviation=1.0)"),
+        ("kullback_leibler(size=2.0)", "kullback_leibler(size=2.0, start_deviation=1.0)"),
+        ("lagged_kullback_leibler()", "lagged_kullback_leibler(start_deviation=1.0)"),
+        ("chi_squared", "chi_squared"),
+    ],
+)
+def test_saved_logits_start_where_they_did(said, meant):
+    """With a deviation of 1 until 2026-11-27."""
+    config = Config(model=ModelConfig(memory=MemoryConfig(preset="memora", retention=said)))
+    assert from_saved(to_saved(config) | {"defaults": 2}).model.memory == MemoryConfig(preset="memora", retention=meant)
 
 
 def test_every_field_is_documented():

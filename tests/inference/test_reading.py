@@ -133,7 +133,8 @@ def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
 
 
 def test_a_memory_that_an_earlier_version_wrote_for_memora_still_fits(tmp_path, monkeypatch):
-    """It stands under the fingerprint of a configuration without a word on the size of values, and on the skip."""
+    """It stands under the fingerprint of a configuration without a word on the size of values, the skip, and where
+    logits start."""
 
     def memora(**said):
         return dataclasses.replace(MODEL, memory=dataclasses.replace(MODEL.memory, preset="memora", **said))
@@ -144,6 +145,11 @@ def test_a_memory_that_an_earlier_version_wrote_for_memora_still_fits(tmp_path, 
     earlier = memora(), memora(value_skip=False), memora(normalize_values=False)
     assert sorted(written) == sorted(module.fingerprint(config, params) for config in earlier)
     assert module.fingerprint(after, params) not in written
+    started = memora(normalize_values=True, value_skip=True, retention="kullback_leibler(start_deviation=1.0)")
+    earlier = (memora(normalize_values=True, value_skip=True, retention=said) for said in (None, "kullback_leibler"))
+    assert sorted(module.earlier_fingerprints(started, params)) == sorted(
+        module.fingerprint(config, params) for config in earlier
+    )
     assert module.earlier_fingerprints(memora(), params) == []
     assert module.earlier_fingerprints(dataclasses.replace(after, memory=MODEL.memory), params) == []
     monkeypatch.setattr(ours, "fingerprints", {"ours", *written})

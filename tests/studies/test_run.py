@@ -9,7 +9,7 @@ import pytest
 from tiny_studies import LANGUAGE, RECALL, RECALL_OPTIONS
 
 from titans_jax import cli
-from titans_jax.config import DataConfig
+from titans_jax.config import DataConfig, MemoryConfig
 from titans_jax.config.saved import DEFAULTS
 from titans_jax.config.schema import replaced
 from titans_jax.studies import STUDIES, Cell, run, tasks
@@ -79,17 +79,34 @@ def test_a_cell_is_identified_by_its_whole_configuration(tmp_path):
 
 def test_a_cell_of_an_earlier_version_whose_defaults_were_others_is_trained_again(tmp_path):
     file = tmp_path / "results.jsonl"
-    memora = dataclasses.replace(cell(), model=replaced(MODEL, ["memory"], "preset", "memora"))
-    for one in (cell(), memora):
+    shares = dataclasses.replace(cell(), model=replaced(MODEL, ["memory"], "retention", "chi_squared"))
+    for one in (cell(), shares):
         ResultsFile(file).add(one, finite(0.5))
-    assert ResultsFile(file).finished(memora)
+    assert ResultsFile(file).finished(shares)
     earlier = [json.loads(line) for line in file.read_text().splitlines()]
-    for line in earlier:  # as they were written when Memora's values were as projected
+    for line in earlier:  # as they were written when values of weights made of logits were as projected
         assert line.pop("defaults") == DEFAULTS
     file.write_text("".join(json.dumps(line) + "\n" for line in earlier))
-    assert ResultsFile(file).finished(cell()) and not ResultsFile(file).finished(memora)
-    projected = replaced(replaced(memora.model, ["memory"], "normalize_values", False), ["memory"], "value_skip", None)
-    assert ResultsFile(file).finished(dataclasses.replace(memora, model=projected))
+    assert ResultsFile(file).finished(cell()) and not ResultsFile(file).finished(shares)
+    projected = replaced(replaced(shares.model, ["memory"], "normalize_values", False), ["memory"], "value_skip", None)
+    assert ResultsFile(file).finished(dataclasses.replace(shares, model=projected))
+
+
+def test_a_cell_whose_gates_started_elsewhere_is_trained_again(tmp_path):
+    """Steps of several matrices without momentum, and Yaad's thresholds also token by token."""
+    file = tmp_path / "results.jsonl"
+
+    def of(**fields):
+        return dataclasses.replace(cell(), model=dataclasses.replace(MODEL, memory=MemoryConfig(**fields)))
+
+    others, same = [of(preset="ttt_mlp"), of(preset="yaad", chunk_size=1)], [of(), of(preset="ttt_mlp", chunk_size=1)]
+    for each in others + same:
+        ResultsFile(file).add(each, finite(0.5))
+    assert all(ResultsFile(file).finished(each) for each in others + same)
+    earlier = [json.loads(line) | {"defaults": 2} for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    found = ResultsFile(file)
+    assert all(found.finished(each) for each in same) and not any(found.finished(each) for each in others)
 
 
 def test_a_cell_is_another_where_its_text_has_changed(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titans_jax.config.memory_config import MemoryConfig
-from titans_jax.config.rules import memory_rule
+from titans_jax.config.rules import gate_choices, memory_rule
 from titans_jax.config.schema import Config, ConfigError, from_dict, replaced, to_dict
 
 BEFORE: Mapping[str, Any] = {
@@ -28,8 +28,11 @@ BEFORE: Mapping[str, Any] = {
 
 DEFAULTS = 3
 """Saved with a configuration: which defaults its None stands for, and where fresh gates start. 1, which was not
-written: memories whose weights are made of logits, such as Memora, have values as projected. Up to 2: no memory starts
-with steps of a third of the largest, and Huber thresholds start at 1; a model that was saved has its own gates."""
+written: memories whose weights are made of logits, such as Memora, have values as projected. Up to 2: Memora's logits
+start with a deviation of 1; no memory starts with steps of a third of the largest, and Huber thresholds start at 1,
+but a model that was saved has its own gates."""
+EARLIER_DEVIATION = "start_deviation=1.0"
+"""The argument of `retention` that says where Memora's logits started up to 2."""
 
 
 def to_saved(config: Config) -> dict[str, Any]:
@@ -55,7 +58,29 @@ def from_saved(values: dict[str, Any]) -> Config:
         # Until `attention_conv` came, such memories had no skip for values as projected.
         if memory.value_skip is None and not _holds(values, ["model"], "attention_conv"):
             config = replaced(config, ["model", "memory"], "value_skip", False)
+    said = memory.retention or ("kullback_leibler" if memory.preset == "memora" else "")
+    name, _, arguments = said.rstrip(")").partition("(")
+    if defaults <= 2 and name in ("kullback_leibler", "lagged_kullback_leibler"):
+        said = f"{name}({arguments}{', ' if arguments else ''}{EARLIER_DEVIATION})"
+        config = replaced(config, ["model", "memory"], "retention", said)
     return config
+
+
+def earlier_retentions(config: MemoryConfig) -> set[str | None]:
+    """What `retention` may have been in earlier versions, which did not say where logits start; empty where it is what
+    it was."""
+    said, end = config.retention or "", f"{EARLIER_DEVIATION})"
+    if not said.endswith(end):
+        return set()
+    before = said.removesuffix(end).removesuffix(", ")
+    before = before.removesuffix("(") if before.endswith("(") else f"{before})"
+    return {before, None} if (config.preset, before) == ("memora", "kullback_leibler") else {before}
+
+
+def fresh_gates_differ(config: MemoryConfig, defaults: int) -> bool:
+    """Whether the gates of a fresh memory start elsewhere than when `defaults` were today's."""
+    choices = gate_choices(config)
+    return defaults <= 2 and (choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config)))
 
 
 def _of_logits(config: MemoryConfig) -> bool:

@@ -29,6 +29,7 @@ import optax
 from flax import nnx
 
 from titans_jax.config import ModelConfig, memory_rule, to_dict
+from titans_jax.config.saved import earlier_retentions
 from titans_jax.data.packing import encode_after, stretches
 from titans_jax.data.tokenizers import Tokenizer
 from titans_jax.errors import TitansError
@@ -276,12 +277,15 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
 
 def earlier_fingerprints(config: ModelConfig, params: Any) -> list[str]:
     """Those that earlier versions wrote for the same model: in memories whose weights are made of logits, None once
-    stood for values as projected (`normalize_values`), and before that for no skip (`value_skip`)."""
-    said = config.memory.normalize_values, config.memory.value_skip
+    stood for values as projected (`normalize_values`), before that for no skip (`value_skip`), and nothing was said of
+    where the logits start (`retention`)."""
+    fields = ("normalize_values", "value_skip", "retention")
+    said = tuple(getattr(config.memory, field) for field in fields)
     if not memory_rule(config.memory).retention.positive:
         return []
-    meant = itertools.product(*({value, value or None} for value in said))
-    memories = (
-        dataclasses.replace(config.memory, normalize_values=a, value_skip=b) for a, b in meant if (a, b) != said
-    )
+    sized, skip, retention = said
+    earlier = {retention} | earlier_retentions(config.memory)
+    meant = itertools.product({sized, sized or None}, {skip, skip or None}, earlier)
+    changes = (dict(zip(fields, each, strict=True)) for each in meant if each != said)
+    memories = (dataclasses.replace(config.memory, **change) for change in changes)
     return [fingerprint(dataclasses.replace(config, memory=memory), params) for memory in memories]

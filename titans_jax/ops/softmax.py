@@ -25,15 +25,15 @@ def softmax_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[
 
 
 @functools.cache
-def random_share_spread(count: int) -> float:
-    """The standard deviation of the shares of a softmax of `count` logits, normal with standard deviation 1, over their
-    mean 1 / count: 0 for one, sqrt(e - 1) = 1.31 for endlessly many.
+def random_share_spread(count: int, deviation: float) -> float:
+    """The standard deviation of the shares of a softmax of `count` normal logits with this standard deviation, over
+    their mean 1 / count: 0 for one, sqrt(e^(deviation^2) - 1) for endlessly many.
 
     With y = e^z the mean square of a share is that of y_1^2 / (sum y)^2, and 1 / s^2 the integral of t e^(-s t) over t,
     so it is that of t E[y^2 e^(-t y)] E[e^(-t y)]^(count - 1), taken here over log t.
     """
     nodes, weights = np.polynomial.hermite_e.hermegauss(128)
-    y, weights = np.exp(nodes), weights / np.sum(weights)
+    y, weights = np.exp(deviation * nodes), weights / np.sum(weights)
     log_t = np.linspace(-40, 10, 2001)
     t = np.exp(log_t)[:, None]
     falling = np.exp(-t * y)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titans_jax.config import ConfigError, to_dict
-from titans_jax.config.saved import DEFAULTS, from_saved
+from titans_jax.config.saved import DEFAULTS, fresh_gates_differ, from_saved
 from titans_jax.studies.study import Cell
 from titans_jax.studies.tasks import Numbers
 
@@ -38,7 +38,8 @@ class ResultsFile:
     None of its model stands for (`config.saved`), and the fields of `Result`}.
 
     A line that was cut off by a kill is dropped. Lines of cells that the study no longer has, or of other versions,
-    stay; the cell of an earlier version whose model was another one is not taken for one of today.
+    stay; the cell of an earlier version whose model was another one, or started elsewhere, is not taken for one of
+    today.
     """
 
     def __init__(self, file: Path):
@@ -55,7 +56,8 @@ class ResultsFile:
             with contextlib.suppress(AttributeError, ConfigError, KeyError, TypeError):
                 identity, defaults = fields.pop("cell"), fields.pop("defaults", 1)
                 model = from_saved({"model": identity["model"], "defaults": defaults}).model
-                self._results[_key(identity | {"model": to_dict(model)})] = Result(**fields)
+                if not fresh_gates_differ(model.memory, defaults):
+                    self._results[_key(identity | {"model": to_dict(model)})] = Result(**fields)
         rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
         rewritten.write_text("".join(lines))
         rewritten.replace(file)

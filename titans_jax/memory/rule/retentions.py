@@ -23,8 +23,9 @@ import jax.numpy as jnp
 
 from titans_jax.memory.rule.architectures import Params, Shapes
 from titans_jax.memory.rule.capabilities import drop_inherited
+from titans_jax.memory.rule.simplex import check_size, simplex_size, simplex_start_size, start_logits
 from titans_jax.ops.bisection import bisect
-from titans_jax.ops.softmax import random_share_spread, softmax
+from titans_jax.ops.softmax import softmax
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
@@ -262,20 +263,25 @@ class KullbackLeibler(Retention):
 
     The softmax runs over the inputs of a matrix, so each output unit is a convex combination, scaled by a learned c per
     matrix ("simplex_size"), which starts at `size` (None: the root of the number of inputs). Equal to eq 27 as long as
-    alpha is constant inside each slice. Raises ValueError for a size that is not above 0.
+    alpha is constant inside each slice. start_deviation: the standard deviation of a fresh memory's logits. The larger
+    it is, the more of its error a write removes from one direction, and the less from the others
+    (memory/what_was_tried.md). Raises ValueError for a size or a start_deviation that is not above 0.
     """
 
     size: float | None = None
+    start_deviation: float = 0.5
     positive = True
 
     def __post_init__(self) -> None:
         check_size(self.size)
+        if not self.start_deviation > 0:
+            raise ValueError(f"start_deviation is {self.start_deviation!r}: it must be above 0, for example 0.5.")
 
     def start(self, weights: jax.Array) -> jax.Array:
-        return weights * weights.shape[0] ** 0.5
+        return start_logits(weights, self.start_deviation)
 
     def start_size(self, shape: tuple[int, int]) -> float:
-        return simplex_start_size(self.size, shape)
+        return simplex_start_size(self.size, shape, self.start_deviation)
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(c * softmax(z) for z, c in zip(carried, params["simplex_size"], strict=True))
@@ -327,7 +333,7 @@ class FDivergence(Retention):
         check_size(self.size)
 
     def start(self, weights: jax.Array) -> jax.Array:
-        return simplex_size(self.size, len(weights)) * jax.nn.softmax(weights * len(weights) ** 0.5, axis=0)
+        return simplex_size(self.size, len(weights)) * jax.nn.softmax(start_logits(weights), axis=0)
 
     def start_size(self, shape: tuple[int, int]) -> float:
         return simplex_start_size(self.size, shape)
@@ -423,24 +429,6 @@ def over_all(reduce: Callable, matrix: jax.Array) -> jax.Array:
     """jnp.sum or jnp.max of all entries, repeated along a row [1, out]: a TPU kernel has no [1, 1] array, nor its
     gradient."""
     return reduce(jnp.broadcast_to(reduce(matrix, axis=1, keepdims=True), matrix.shape), axis=0, keepdims=True)
-
-
-def check_size(size: float | None) -> None:
-    """Raises ValueError for a simplex whose sum is not above 0; None stands for the root of the number of inputs."""
-    if size is not None and not size > 0:
-        raise ValueError(f"size is {size!r}: a simplex needs a size above 0, for example 1.0.")
-
-
-def simplex_size(size: float | None, inputs: int) -> float:
-    """The sum of an output unit's weights."""
-    return size or inputs**0.5
-
-
-def simplex_start_size(size: float | None, shape: tuple[int, int]) -> float:
-    """`Retention.start_size` of a softmax of normal logits times `size`. What all weights of an output unit have in
-    common does not count: units have the same sum, so that it adds the same to every one, and a norm takes it out."""
-    inputs, _ = shape
-    return simplex_size(size, inputs) / inputs**0.5 * random_share_spread(inputs)
 
 
 decay, elastic_net, ftrl_elastic_net, norm_power, lq = Decay, ElasticNet, FtrlElasticNet, NormPower, Lq
