@@ -53,8 +53,15 @@ def test_values_behind_a_norm_are_sized_and_added():
             first = preset.gates.step_size
             if first == "bounded" and sizes_values(each):
                 several = "bounded_third" if len(rule.shapes(8)) > 1 else "bounded"
-                first = "bounded_low" if rule.algorithm.has_momentum or name == "memora" else several
+                first = "bounded_low" if rule.algorithm.has_momentum else several
             assert gate_choices(each).step_size == first
+    for fields, first in (
+        ({"chunk_size": 1}, "bounded_third"),
+        ({"momentum": True}, "bounded_low"),
+        ({"retention": "chi_squared"}, "bounded_low"),
+        ({"retention": "kullback_leibler(start_deviation=1.0)"}, "bounded_low"),
+    ):
+        assert gate_choices(MemoryConfig(preset="memora", **fields)).step_size == first
     for letter in ({"chunk_size": 1}, {"step_unit": "head_dim"}):
         assert gate_choices(MemoryConfig(preset="ttt_mlp", **letter)).step_size == "bounded"
     linear = MemoryConfig(architecture="linear")

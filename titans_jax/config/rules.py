@@ -97,14 +97,14 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 def _first_steps(config: MemoryConfig, rule: "MemoryRule") -> str:
     """The name of the gate of bounded steps, which says how large they are at first."""
     sized, in_chunks = sizes_values(config), rule.chunk_size > 1
-    # Larger values make the loss steeper; momentum makes twice as much of a step, and steps on logits act as factors.
-    steep = sized and (rule.algorithm.has_momentum or rule.retention.positive)
+    # Larger values make the loss steeper, and momentum makes twice as much of a step.
+    steep = sized and (rule.algorithm.has_momentum or rule.retention.uneven)
     if steep or (in_chunks and limits_steps(config)):  # half of the largest step removes more than all of the error
         return "bounded_low"
     # Behind several matrices it removes more than twice the error from some directions. Token by token that stays, as
-    # memories that reflect need it (parity).
+    # memories that reflect need it (parity), but not on logits, where steps act as factors.
     several = len(rule.shapes(2)) > 1 and config.step_unit == "error"
-    return "bounded_third" if sized and in_chunks and several else "bounded"
+    return "bounded_third" if sized and several and (in_chunks or rule.retention.positive) else "bounded"
 
 
 def _one_step(gates: "GateChoices", rule: "MemoryRule") -> str:

@@ -206,7 +206,7 @@ def yaad(depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule
 
 
 # A softmax over inputs is the paper's rule only while retention is the same for all inputs: no channel-wise key gate.
-@register_preset(gates=dataclasses.replace(MIRAS, step_size="bounded_third", key=None))
+@register_preset(gates=dataclasses.replace(MIRAS, key=None))
 def memora(depth: int = 2, expansion: int = 4, chunk_size: int = 16, lag_token: bool = False) -> MemoryRule:
     """L2 bias, Kullback-Leibler retention: weights are a softmax of carried logits (arXiv 2504.13173 eq 27).
 

@@ -69,6 +69,12 @@ class Retention:
         lost = {"linear": False, "homogeneous": False, "one_slope": False}
         drop_inherited(cls, lost, ("weights", "slope", "close", "first"))
 
+    @property
+    def uneven(self) -> bool:
+        """Whether a fresh memory loses more than twice as much of its error from some directions as in the mean, so
+        that first steps must be small."""
+        return self.positive
+
     def start(self, weights: jax.Array) -> jax.Array:
         """The carried matrix that a memory starts from, given a random normal one of fan-in scale."""
         return weights
@@ -276,6 +282,10 @@ class KullbackLeibler(Retention):
         check_size(self.size)
         if not self.start_deviation > 0:
             raise ValueError(f"start_deviation is {self.start_deviation!r}: it must be above 0, for example 0.5.")
+
+    @property
+    def uneven(self) -> bool:
+        return self.start_deviation > 0.5
 
     def start(self, weights: jax.Array) -> jax.Array:
         return start_logits(weights, self.start_deviation)
