@@ -66,6 +66,7 @@ def test_values_behind_a_norm_are_sized_and_added():
         assert gate_choices(MemoryConfig(preset="ttt_mlp", **letter)).step_size == "bounded"
     linear = MemoryConfig(architecture="linear")
     assert skips_values(linear) and not sizes_values(linear) and gate_choices(linear).step_size == "bounded_low"
+    assert gate_choices(MemoryConfig(preset="yaad", architecture="linear")).step_size == "bounded_low"
     for letter in ({"bound_slope": False}, {"step_unit": "head_dim"}, {"chunk_size": 1}):
         assert gate_choices(dataclasses.replace(linear, **letter)).step_size == "bounded"
     several = MemoryConfig(preset="delta_product", normalize_values=True)

@@ -79,8 +79,10 @@ def earlier_retentions(config: MemoryConfig) -> set[str | None]:
 
 def fresh_gates_differ(config: MemoryConfig, defaults: int) -> bool:
     """Whether the gates of a fresh memory start elsewhere than when `defaults` were today's."""
+    if defaults > 2:
+        return False
     choices = gate_choices(config)
-    return defaults <= 2 and (choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config)))
+    return choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config))
 
 
 def _of_logits(config: MemoryConfig) -> bool:

@@ -99,9 +99,10 @@ def test_start_variance_of_weights_made_of_logits(head_dim, depth, size):
     """Fresh memories of a softmax, and those that carry its weights, have the variance that the rule expects, but for
     what hidden units have in common, which makes gelu steeper: 11 % for 16 inputs, 1 to 4 % for 64."""
     whole, plain = architectures.residual_mlp(depth, 2), architectures.mlp(depth, 2)
-    for retention in (retentions.kullback_leibler(size), retentions.chi_squared(size)):
+    flat = retentions.kullback_leibler(size), 0.12 if head_dim == 16 else 0.1
+    for retention, most in (flat, (retentions.chi_squared(size), 0.1)):
         rule = dataclasses.replace(RULE, architecture=whole, retention=retention)
-        assert fresh_variance(rule, plain, head_dim, 1000) == pytest.approx(rule.start_variance(head_dim), rel=0.12)
+        assert fresh_variance(rule, plain, head_dim, 1000) == pytest.approx(rule.start_variance(head_dim), rel=most)
 
 
 def slope_after_one_key(time=2048, **fields):

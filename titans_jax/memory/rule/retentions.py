@@ -71,8 +71,8 @@ class Retention:
 
     @property
     def uneven(self) -> bool:
-        """Whether a fresh memory loses more than twice as much of its error from some directions as in the mean, so
-        that first steps must be small."""
+        """Whether a model's first steps must be small. By default those of positive weights, which may lose more than
+        twice as much of an error from some directions as in the mean."""
         return self.positive
 
     def start(self, weights: jax.Array) -> jax.Array:
@@ -285,7 +285,8 @@ class KullbackLeibler(Retention):
 
     @property
     def uneven(self) -> bool:
-        return self.start_deviation > 0.5
+        # Up to the default, first steps that remove the error once are stable (memory/what_was_tried.md).
+        return self.start_deviation > KullbackLeibler.start_deviation
 
     def start(self, weights: jax.Array) -> jax.Array:
         return start_logits(weights, self.start_deviation)
