@@ -159,6 +159,12 @@ def test_a_preset_is_a_row_of_its_own_as_an_lmm():
     assert by_preset.model == by_name.model
 
 
+def test_later_models_have_their_own_blocks():
+    options = LanguageOptions(texts=("python",), models=("Hope", "Hope-Attention*", "LaCT*"), seeds=1)
+    made = [(cell.model.memory.preset, cell.model.pattern) for cell in LanguageStudy().cells(options)]
+    assert made == [("hope", ("hope",)), ("hope", ("hope_attention",)), ("lact", ("mag",))]
+
+
 def test_word_perplexity_is_two_to_the_bits_of_a_word_of_what_is_read():
     """Bytes and words counted one by one in the held-out rows: a word begins after a blank or a document."""
     num_bytes = words = 0

@@ -109,6 +109,14 @@ def test_one_task_end_to_end(tmp_path):
     assert row["tokens"] == [96, 96] and 0 <= row["numbers"]["compression"]["mean"] <= 1
 
 
+def test_the_memory_of_a_block_that_is_named():
+    """Hope reads with its own block, MAC in the segments asked for."""
+    hope = MadOptions(models=("hope",), block="hope", tasks=("memorization",), changes=False, seeds=1)
+    mac = dataclasses.replace(hope, models=("titans",), block="mac", segment=4)
+    models = [MadStudy().cells(options)[0].model for options in (hope, mac)]
+    assert [model.pattern for model in models] == [("hope",), ("mac",)] and models[1].segment == 4
+
+
 def test_printed_scores_say_how_they_were_trained():
     words = [words for words, _ in MadStudy().published(MadOptions())]
     assert words[2] == "Titans LMM, as printed (200 epochs, best of six settings by test)" and len(words) == 3
@@ -119,6 +127,8 @@ def test_printed_scores_say_how_they_were_trained():
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ("--block attention", "blocks has 'attention'; use lmm, mac, mag"),
+        ("--segment 0", "segment is 0; use at least 1"),
         ("--tasks copying", "tasks has 'copying'; use in-context-recall, "),
         ("--quick --train_sequences 8", "train_sequences is 8; use at least 16, one batch of batch_size"),
         ("--train_sequences 0", "train_sequences is 0; use at least 128, one batch of batch_size"),

@@ -132,8 +132,15 @@ def test_end_to_end(tmp_path):
     assert (tmp_path / "state_tracking.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_memory_of_a_block_that_is_named():
+    (cell,) = StateTrackingStudy().cells(StateTrackingOptions(rules=("hope",), block="hope", groups=("Z2",), seeds=1))
+    assert cell.model.pattern == ("hope",) and cell.model.memory.preset == "hope"
+
+
 def test_mistakes_are_refused():
     study, options = StateTrackingStudy(), StateTrackingOptions(groups=("S3",))
+    with pytest.raises(ConfigError, match="blocks has 'window'; use lmm, mac, mag"):
+        study.cells(dataclasses.replace(options, block="window"))
     with pytest.raises(ConfigError, match="rules has 'titan'; use .*; did you mean titans"):
         study.cells(dataclasses.replace(options, rules=("titan",)))
     with pytest.raises(ConfigError, match="task.test_lengths is empty"):

@@ -105,9 +105,9 @@ class AblationStudy(Study):
                 *names, last = VARIANTS
                 raise ConfigError(f"variants has {name!r}; use {', '.join(names)} or {last}")
         memory = options.memory
-        full = models.small_model(memory.preset, options.block, options.dim, options.depth, options.head_dim, memory)
-        sizes = {"num_persistent": options.num_persistent, "segment": options.segment, "window": options.segment}
-        full = dataclasses.replace(full, **sizes)
+        sizes = options.dim, options.depth, options.head_dim
+        full = models.small_model(memory.preset, options.block, *sizes, memory, segment=options.segment)
+        full = dataclasses.replace(full, num_persistent=options.num_persistent)
         names = dict.fromkeys((FULL, *(options.variants or VARIANTS)))
         kinds = [({"variant": name}, VARIANTS[name](full)) for name in names]
         tasks = (options.language, options.recall)

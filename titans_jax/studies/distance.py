@@ -129,8 +129,8 @@ class DistanceStudy(Study):
         models.check_blocks(options.blocks)
         kinds = []
         for block, preset in models.in_blocks(options.blocks, options.presets):
-            model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
-            model = dataclasses.replace(model, segment=options.segment, window=options.segment)
+            sizes = options.dim, options.depth, options.head_dim
+            model = models.small_model(preset, block, *sizes, options.memory, segment=options.segment)
             kinds.append(({"preset": preset, "block": block}, model))
         return list(with_seeds(options, kinds, options.task))
 

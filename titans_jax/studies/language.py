@@ -48,10 +48,17 @@ MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Preset and pattern of blocks by the name of a row; * has attention in addition to the memory."""
 
+LATER = {
+    "LaCT*": ("lact", ("mag",)),
+    "Hope": ("hope", ("hope",)),
+    "Hope-Attention*": ("hope", ("hope_attention",)),
+}
+"""The same of later papers' models whose block is not lmm."""
+
 
 def known_models() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """All rows by name: `MODELS`, and every other preset, one's own among them, as an LMM."""
-    return {preset: (preset, ("lmm",)) for preset in PRESETS} | MODELS
+    """All rows by name: `MODELS`, `LATER`, and every other preset, one's own among them, as an LMM."""
+    return {preset: (preset, ("lmm",)) for preset in PRESETS} | MODELS | LATER
 
 
 WIKITEXT, NOVELS = ("wikitext-2/wiki.train.tokens", "wikitext-2/wiki.valid.tokens"), "books/valid.jsonl"
@@ -74,7 +81,7 @@ class LanguageOptions(StudyOptions):
     """Train every model of the papers' main tables on the same tokens of real text."""
 
     models: tuple[str, ...] = tuple(MODELS)
-    """Rows by name; presets, such as those of later models, are names too, of an LMM."""
+    """Rows by name; LaCT*, Hope, Hope-Attention*, and presets as LMMs, such as those of later models, are names too."""
     texts: tuple[str, ...] = ("books", "wikitext", "python")
     """Texts: books, wikitext, python."""
     folder: str = "data"
@@ -140,8 +147,9 @@ class LanguageStudy(Study):
             kinds = []
             for name in dict.fromkeys(options.models):
                 preset, pattern = rows[name]
-                model = models.small_model(preset, "lmm", options.dim, options.depth, options.head_dim, options.memory)
-                model = dataclasses.replace(model, pattern=pattern, segment=options.segment, window=options.segment)
+                sizes = options.dim, options.depth, options.head_dim
+                model = models.small_model(preset, pattern[0], *sizes, options.memory, segment=options.segment)
+                model = dataclasses.replace(model, pattern=pattern)
                 kinds.append(({"text": text, "model": name}, model))
             cells += with_seeds(options, kinds, task)
         return cells

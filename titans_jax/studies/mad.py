@@ -123,6 +123,10 @@ class MadOptions(StudyOptions):
 
     models: tuple[str, ...] = (ATTENTION, "gated_deltanet", "titans")
     """Presets of memories, "attention" and "mamba"."""
+    block: str = "lmm"
+    """The block that holds the memory; "hope" for Hope."""
+    segment: int = 8
+    """Segment of mac, and window of mag and mal."""
     tasks: tuple[str, ...] = tuple(SETTINGS)
     """Tasks by name."""
     changes: bool = True
@@ -170,15 +174,17 @@ class MadStudy(Study):
     def cells(self, options: MadOptions) -> list[Cell]:
         """See `Study`."""
         at_least_one(
-            options, "models", "tasks", "learning_rates", "weight_decays", "epochs", "batch_size", "held_out", "dim",
-            "depth", "head_dim",
+            options, "models", "segment", "tasks", "learning_rates", "weight_decays", "epochs", "batch_size",
+            "held_out", "dim", "depth", "head_dim",
         )  # fmt: skip
+        models.check_blocks([options.block])
         models.check_presets(options.models, others=(ATTENTION, MAMBA))
         for name in options.tasks:
             if name not in SETTINGS:
                 raise ConfigError(f"tasks has {name!r}; use {', '.join(SETTINGS)}{did_you_mean(name, SETTINGS)}")
+        sizes = options.dim, options.depth, options.head_dim
         built = {
-            name: models.small_model(name, "lmm", options.dim, options.depth, options.head_dim, options.memory)
+            name: models.small_model(name, options.block, *sizes, options.memory, segment=options.segment)
             for name in dict.fromkeys(options.models)
         }
         cells: list[Cell] = []

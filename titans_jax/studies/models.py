@@ -35,16 +35,20 @@ NEVER = 1e-6
 """A largest step size so small that nothing is written."""
 
 
-def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, memory: MemoryConfig) -> ModelConfig:
+def small_model(
+    preset: str, block: str, dim: int, depth: int, head_dim: int, memory: MemoryConfig, *, segment: int | None = None
+) -> ModelConfig:
     """`depth` blocks of width `dim` with this memory rule, float32, without persistent tokens; Mamba has twice as many,
     since its blocks have no feed-forward layer.
 
     preset: of the memory, or one of WITHOUT_MEMORY, whose pattern takes the place of `block`.
-    memory: the other fields of the memory. Raises ConfigError where head_dim does not divide dim.
+    memory: the other fields of the memory. segment: of mac, and the window of attention; None: the default's. Raises
+    ConfigError where head_dim does not divide dim.
     """
     if head_dim < 1 or dim % head_dim:
         raise ConfigError(f"head_dim is {head_dim}; use a divisor of dim {dim}")
     check_unnamed(memory, preset)
+    sizes = {} if segment is None else {"segment": segment, "window": segment}
     return ModelConfig(
         pattern=WITHOUT_MEMORY.get(preset, (block,)),
         dim=dim,
@@ -56,6 +60,7 @@ def small_model(preset: str, block: str, dim: int, depth: int, head_dim: int, me
         dtype="float32",
         remat="none",
         memory=memory if preset in WITHOUT_MEMORY else dataclasses.replace(memory, preset=preset),
+        **sizes,
     )
 
 

@@ -239,8 +239,7 @@ def kinds(options: MqarOptions, dim: int) -> Iterator[tuple[dict[str, Any], Mode
         head_dims = options.head_dims if preset not in WITHOUT_MEMORY else (max(options.head_dims),)
         for head_dim, size in itertools.product(dict.fromkeys(head_dims), dict.fromkeys(sizes)):
             memory = options.memory if size is None else dataclasses.replace(options.memory, max_step_size=size)
-            model = models.small_model(preset, block, dim, options.depth, head_dim, memory)
-            model = dataclasses.replace(model, segment=options.segment, window=options.segment)
+            model = models.small_model(preset, block, dim, options.depth, head_dim, memory, segment=options.segment)
             yield {
                 "preset": preset, "block": block, "dim": dim, "head_dim": head_dim,
                 "max_step_size": size,

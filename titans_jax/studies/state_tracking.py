@@ -156,6 +156,10 @@ class StateTrackingOptions(StudyOptions):
     rules: tuple[str, ...] = EVERY
     """Memories by preset; "delta_product 1", 2 and 4 by their steps; "titans linear"; "titans chunk 4" and 16;
     "attention"; "mamba"."""
+    block: str = "lmm"
+    """The block that holds the memory; "hope" for Hope."""
+    segment: int = 8
+    """Segment of mac, and window of mag and mal."""
     groups: tuple[str, ...] = ("Z2", "S3", "A5", "S5")
     """Groups by name; Z2 is parity."""
     dim: int = 128
@@ -203,7 +207,8 @@ class StateTrackingStudy(Study):
 
     def cells(self, options: StateTrackingOptions) -> list[Cell]:
         """See `Study`."""
-        at_least_one(options, "rules", "groups", "dim", "depth", "head_dim")
+        at_least_one(options, "rules", "segment", "groups", "dim", "depth", "head_dim")
+        models.check_blocks([options.block])
         if not options.task.test_lengths:
             raise ConfigError("task.test_lengths is empty; name at least one, such as 256")
         for name in options.rules:
@@ -216,9 +221,8 @@ class StateTrackingStudy(Study):
             for rule in dict.fromkeys(options.rules):
                 fields = RULES.get(rule, {"preset": rule})
                 memory = dataclasses.replace(options.memory, **{k: v for k, v in fields.items() if k != "preset"})
-                model = models.small_model(
-                    fields["preset"], "lmm", options.dim, options.depth, options.head_dim, memory
-                )
+                sizes = options.dim, options.depth, options.head_dim
+                model = models.small_model(fields["preset"], options.block, *sizes, memory, segment=options.segment)
                 said = theory(rule, name, options.depth)
                 kinds.append(({"group": name, "rule": rule, "theory": said}, model))
             cells += with_seeds(options, kinds, task)

@@ -84,10 +84,8 @@ class VariantStudy(Study):
         for label, fields in self.variants():
             models.check_unnamed(options.memory, fields["preset"])
             memory = dataclasses.replace(options.memory, **fields)
-            model = models.small_model(
-                memory.preset, options.block, options.dim, options.depth, options.head_dim, memory
-            )
-            model = dataclasses.replace(model, segment=options.segment, window=options.segment)
+            sizes = options.dim, options.depth, options.head_dim
+            model = models.small_model(memory.preset, options.block, *sizes, memory, segment=options.segment)
             kinds.append((label, model))
         return [*with_seeds(options, kinds, options.language)]
 
