@@ -6,7 +6,7 @@ from typing import Any
 
 from titans_jax.config.memory_config import MemoryConfig
 from titans_jax.config.rules import gate_choices, memory_rule
-from titans_jax.config.schema import Config, ConfigError, from_dict, replaced, to_dict
+from titans_jax.config.schema import Config, ConfigError, ModelConfig, from_dict, replaced, to_dict
 
 BEFORE: Mapping[str, Any] = {
     "model.mac_write": "attention",
@@ -26,11 +26,12 @@ BEFORE: Mapping[str, Any] = {
 }
 """How models behaved before these fields existed: the value of a field that a saved configuration lacks."""
 
-DEFAULTS = 3
+DEFAULTS = 4
 """Saved with a configuration: which defaults its None stands for, and where fresh gates start. 1, which was not
 written: memories whose weights are made of logits, such as Memora, have values as projected. Up to 2: Memora's logits
 start with a deviation of 1; no memory starts with steps of a third of the largest, and Huber thresholds start at 1,
-but a model that was saved has its own gates."""
+but a model that was saved has its own gates. Up to 3: the blocks of Hope start with far larger continuum memories,
+and with keys at random."""
 EARLIER_DEVIATION = "start_deviation=1.0"
 """The argument of `retention` that says where Memora's logits started up to 2."""
 
@@ -77,12 +78,12 @@ def earlier_retentions(config: MemoryConfig) -> set[str | None]:
     return {before, None} if (config.preset, before) == ("memora", "kullback_leibler") else {before}
 
 
-def fresh_gates_differ(config: MemoryConfig, defaults: int) -> bool:
-    """Whether the gates of a fresh memory start elsewhere than when `defaults` were today's."""
-    if defaults > 2:
-        return False
-    choices = gate_choices(config)
-    return choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config))
+def starts_differ(config: ModelConfig, defaults: int) -> bool:
+    """Whether a fresh model starts elsewhere than when `defaults` were today's."""
+    if defaults <= 3 and not {"hope", "hope_attention"}.isdisjoint(config.pattern):
+        return True
+    choices = gate_choices(config.memory)
+    return defaults <= 2 and (choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config.memory)))
 
 
 def _of_logits(config: MemoryConfig) -> bool:

@@ -95,8 +95,9 @@ class ContinuumMemory(MemoryLayer):
         self.gate_kernel = nnx.Param(kernel(rngs.params(), (config.dim, len(chunks), 2), dtype))
         bias = jnp.broadcast_to(jnp.array([[0.0, OPEN_BIAS]], dtype), (len(chunks), 2))
         self.gate_bias = nnx.Param(logical(lambda: bias, None, None)())
-        # The size of what a matrix that writes the residual stream would make of as many hidden channels.
-        size = INIT_STDDEV * (hidden / (2 * config.depth)) ** 0.5
+        # As much as a feed-forward layer of this width and two matrices adds at first: an input of size s * sqrt(dim)
+        # leaves a gelu half as large, s being the deviation of its start.
+        size = INIT_STDDEV * (hidden / (2 * config.depth)) ** 0.5 * INIT_STDDEV * config.dim**0.5 / 2
         self.scale = nnx.Param(logical(initializers.constant(size), "embed")(rngs.params(), (config.dim,), dtype))
         if self.independent:
             shares = logical(initializers.constant(1 / len(chunks)), None)

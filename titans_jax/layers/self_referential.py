@@ -30,7 +30,7 @@ from titans_jax.layers.convolution import CausalConvolution
 from titans_jax.layers.document_layout import Documents, aligned
 from titans_jax.layers.head_reads import HeadReads
 from titans_jax.layers.memory_gates import error_share
-from titans_jax.layers.memory_input import MemoryInput
+from titans_jax.layers.memory_input import MemoryInput, start_halves_as_induction
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.neural_memory import broadcast, check_other_layers
 from titans_jax.layers.norms import l2_normalize
@@ -114,10 +114,15 @@ class SelfReferentialMemory(HeadReads):
         dtype, heads = param_dtype(config), (config.num_heads, config.head_dim)
         self.query = MemoryInput(config, unit_norm=True, rngs=rngs)
         self.convolution = CausalConvolution(config, config.dim, rngs=rngs)
+        induction = config.memory.key_start == "induction" and config.conv_size > 1
+        chosen = start_halves_as_induction(self.query, self.convolution) if induction else 0
 
         shape = (len(MEMORIES), config.num_heads)
         keys = jax.random.split(rngs.params(), shape)
         start = jax.vmap(jax.vmap(lambda key: memory.init_params(self.rule, key, config.head_dim)))(keys)
+        if "norm_scale" in start:  # keys that are half the token's own, not random functions of it
+            of_keys = start["norm_scale"].at[MEMORIES.index("key"), :chosen]
+            start["norm_scale"] = of_keys.multiply(config.head_dim**-0.5)
 
         def parameter(value: jax.Array) -> nnx.Param:
             axes = (None, "heads") + (None,) * (value.ndim - 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titans_jax.config import ConfigError, to_dict
-from titans_jax.config.saved import DEFAULTS, fresh_gates_differ, from_saved
+from titans_jax.config.saved import DEFAULTS, from_saved, starts_differ
 from titans_jax.studies.study import Cell
 from titans_jax.studies.tasks import Numbers
 
@@ -56,7 +56,7 @@ class ResultsFile:
             with contextlib.suppress(AttributeError, ConfigError, KeyError, TypeError):
                 identity, defaults = fields.pop("cell"), fields.pop("defaults", 1)
                 model = from_saved({"model": identity["model"], "defaults": defaults}).model
-                if not fresh_gates_differ(model.memory, defaults):
+                if not starts_differ(model, defaults):
                     self._results[_key(identity | {"model": to_dict(model)})] = Result(**fields)
         rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
         rewritten.write_text("".join(lines))
