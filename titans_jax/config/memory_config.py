@@ -88,8 +88,8 @@ class MemoryConfig:
     key_start: Literal["induction", "random"] = "induction"
     """How keys start in training. induction: keys with their own projection start as the queries of one token before;
     tied keys (`tie_keys`) and values start from the token alone in the first head, from all taps of the convolution in
-    the last, and evenly in between. random: all as drawn; always so without a convolution, with several keys per token,
-    or with gates as keys."""
+    the last, and evenly in between; in the block hope, half of the heads start as induction heads. random: all as
+    drawn; always so without a convolution, with several keys per token, or with gates as keys."""
     normalize_values: bool | None = None
     """Scale the values of every head to a root mean square of 1, the size of the reads of a memory with a norm on its
     output. Larger values make the loss steeper, so steps with momentum, and steps on logits but for Memora's, then

@@ -30,8 +30,8 @@ DEFAULTS = 4
 """Saved with a configuration: which defaults its None stands for, and where fresh gates start. 1, which was not
 written: memories whose weights are made of logits, such as Memora, have values as projected. Up to 2: Memora's logits
 start with a deviation of 1; no memory starts with steps of a third of the largest, and Huber thresholds start at 1,
-but a model that was saved has its own gates. Up to 3: the blocks of Hope start with far larger continuum memories,
-and with keys at random."""
+but a model that was saved has its own gates. Up to 3: the blocks of Hope start with far larger continuum memories
+and steps, and with keys at random."""
 EARLIER_DEVIATION = "start_deviation=1.0"
 """The argument of `retention` that says where Memora's logits started up to 2."""
 
@@ -80,7 +80,8 @@ def earlier_retentions(config: MemoryConfig) -> set[str | None]:
 
 def starts_differ(config: ModelConfig, defaults: int) -> bool:
     """Whether a fresh model starts elsewhere than when `defaults` were today's."""
-    if defaults <= 3 and not {"hope", "hope_attention"}.isdisjoint(config.pattern):
+    blocks = {"hope", "hope_attention"}
+    if defaults <= 3 and (config.memory.preset == "hope" or not blocks.isdisjoint(config.pattern)):
         return True
     choices = gate_choices(config.memory)
     return defaults <= 2 and (choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config.memory)))

@@ -82,7 +82,7 @@ def mamba3_mimo(mimo_rank: int = 4) -> MemoryRule:
     return matrix(biases.dot_product(), algorithms.gradient_descent(steps=2 * mimo_rank))
 
 
-@register_preset(gates=GateChoices("forget", "bounded_low"))
+@register_preset(gates=GateChoices("forget", "bounded_lowest"))
 def hope(depth: int = 2, expansion: int = 4, chunk_size: int = 16) -> MemoryRule:
     """x + LN(MLP(x)) by delta gradient descent with decay, without momentum (Nested Learning, arXiv 2512.24695).
 
