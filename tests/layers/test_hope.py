@@ -210,8 +210,8 @@ def test_what_is_called_a_step_of_one_removes_the_error_of_a_fresh_level():
 
 @pytest.mark.parametrize("dim, depth", [(64, 2), (128, 12)])
 def test_a_fresh_continuum_memory_adds_as_much_as_a_feed_forward_layer(dim, depth):
-    """Within a fifth of an MLP of one level's width whose matrices start as this package's do: before, it added 8 to 15
-    times as much as a token's embedding, and hid what memories read."""
+    """That is, as an MLP of one level's width whose matrices start as this package's do. Once it added twelve times as
+    much at a width of 64, twice a token's embedding, and hid what memories read."""
     config = dataclasses.replace(CONFIG, dim=dim, depth=depth, hidden_dim=4 * dim, head_dim=dim // 2, dtype="float32")
     layer, rng = ContinuumMemory(config, rngs=nnx.Rngs(0)), np.random.default_rng(0)
     x = rng.normal(size=(1, 64, dim)).astype(np.float32)
@@ -221,7 +221,7 @@ def test_a_fresh_continuum_memory_adds_as_much_as_a_feed_forward_layer(dim, dept
     layer.writes = False
     added = np.asarray(layer(jnp.asarray(x))[0])
     # A level's own answers have a root mean square of 0.65, sqrt(GELU_SQUARE), in place of 1.
-    assert 0.5 < np.sqrt((added**2).mean() / (plain**2).mean()) < 1.0
+    assert 0.5 < np.sqrt((added**2).mean() / (plain**2).mean()) < 0.8
 
 
 @pytest.mark.parametrize("heads", [1, 4])
