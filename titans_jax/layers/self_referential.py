@@ -120,7 +120,7 @@ class SelfReferentialMemory(HeadReads):
         shape = (len(MEMORIES), config.num_heads)
         keys = jax.random.split(rngs.params(), shape)
         start = jax.vmap(jax.vmap(lambda key: memory.init_params(self.rule, key, config.head_dim)))(keys)
-        if "norm_scale" in start:  # keys that are half the token's own, not random functions of it
+        if chosen and "norm_scale" in start:  # keys that are half the token's own, not random functions of it
             of_keys = start["norm_scale"].at[MEMORIES.index("key"), :chosen]
             start["norm_scale"] = of_keys.multiply(config.head_dim**-0.5)
 

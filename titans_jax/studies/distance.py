@@ -127,9 +127,8 @@ class DistanceStudy(Study):
             raise ConfigError("task.test_lengths is empty; name at least one, such as 1024")
         models.check_presets(options.presets, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
-        kinds = []
+        kinds, sizes = [], (options.dim, options.depth, options.head_dim)
         for block, preset in models.in_blocks(options.blocks, options.presets):
-            sizes = options.dim, options.depth, options.head_dim
             model = models.small_model(preset, block, *sizes, options.memory, segment=options.segment)
             kinds.append(({"preset": preset, "block": block}, model))
         return list(with_seeds(options, kinds, options.task))

@@ -139,6 +139,7 @@ class LanguageStudy(Study):
                     hint = did_you_mean(name, known) or f"; use {', '.join(known)}"
                     raise ConfigError(f"{chosen} has {name!r}{hint}")
         cells: list[Cell] = []
+        sizes = options.dim, options.depth, options.head_dim
         for text in dict.fromkeys(options.texts):
             task = Language(
                 steps=options.steps, batch_size=options.batch_size, learning_rate=options.learning_rate,
@@ -147,7 +148,6 @@ class LanguageStudy(Study):
             kinds = []
             for name in dict.fromkeys(options.models):
                 preset, pattern = rows[name]
-                sizes = options.dim, options.depth, options.head_dim
                 model = models.small_model(preset, pattern[0], *sizes, options.memory, segment=options.segment)
                 model = dataclasses.replace(model, pattern=pattern)
                 kinds.append(({"text": text, "model": name}, model))

@@ -87,11 +87,12 @@ class LengthStudy(Study):
         models.check_presets(options.reference, others=WITHOUT_MEMORY)
         models.check_blocks(options.blocks)
         references = models.in_blocks(("lmm",), options.reference)
-        said = {name: getattr(options, name) for name in ("hidden_dim", "embedding_scale", "segment")}
+        said = {name: getattr(options, name) for name in ("hidden_dim", "embedding_scale")}
+        sizes = options.dim, options.depth, options.head_dim
         built = {}
         for block, preset in dict.fromkeys((*itertools.product(options.blocks, options.presets), *references)):
-            model = models.small_model(preset, block, options.dim, options.depth, options.head_dim, options.memory)
-            built[block, preset] = dataclasses.replace(model, **said, window=options.segment)
+            model = models.small_model(preset, block, *sizes, options.memory, segment=options.segment)
+            built[block, preset] = dataclasses.replace(model, **said)
         cells: list[Cell] = []
         for language in languages(options):
             kinds = [

@@ -215,13 +215,13 @@ class StateTrackingStudy(Study):
             if name not in EVERY:
                 raise ConfigError(f"rules has {name!r}; use {', '.join(EVERY)}{did_you_mean(name, EVERY)}")
         cells: list[Cell] = []
+        sizes = options.dim, options.depth, options.head_dim
         for name in dict.fromkeys(options.groups):
             task = dataclasses.replace(options.task, group=name)
             kinds = []
             for rule in dict.fromkeys(options.rules):
                 fields = RULES.get(rule, {"preset": rule})
                 memory = dataclasses.replace(options.memory, **{k: v for k, v in fields.items() if k != "preset"})
-                sizes = options.dim, options.depth, options.head_dim
                 model = models.small_model(fields["preset"], options.block, *sizes, memory, segment=options.segment)
                 said = theory(rule, name, options.depth)
                 kinds.append(({"group": name, "rule": rule, "theory": said}, model))

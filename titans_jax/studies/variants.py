@@ -81,10 +81,10 @@ class VariantStudy(Study):
         at_least_one(options, "head_dim", "dim", "depth", "segment")
         models.check_blocks([options.block])
         kinds = []
+        sizes = options.dim, options.depth, options.head_dim
         for label, fields in self.variants():
             models.check_unnamed(options.memory, fields["preset"])
             memory = dataclasses.replace(options.memory, **fields)
-            sizes = options.dim, options.depth, options.head_dim
             model = models.small_model(memory.preset, options.block, *sizes, memory, segment=options.segment)
             kinds.append((label, model))
         return [*with_seeds(options, kinds, options.language)]
