@@ -122,6 +122,33 @@ def test_two_processes_evaluate_as_one(pair, single, tmp_path):
     assert {"positions.csv", "piqa.png"} <= {file.name for file in (tmp_path / "two").iterdir()}
 
 
+DIES = """
+import importlib, os, signal
+from titans_jax import cli
+
+module = importlib.import_module("titans_jax.evaluation.measure")
+measure_one = module.measure_one
+
+def dies(run, task, *rest):
+    return os.kill(os.getpid(), signal.SIGKILL) if task == "positions" else measure_one(run, task, *rest)
+
+module.measure_one = dies
+cli.run()
+"""
+
+
+def test_a_process_is_killed_during_an_evaluation(pair, tmp_path):
+    """The other one says so at once, and what was measured before is kept."""
+    shutil.copytree(pair[0], tmp_path / "run")
+    (tmp_path / "run/evaluations.jsonl").unlink()
+    lives, dies = in_two("evaluate", str(tmp_path / "run"), "perplexity", "positions", "--length", "64")
+    with launch(["-m", "titans_jax.cli", *lives], ["-c", DIES, *dies]) as processes:
+        (code, output, errors), (killed, *_) = finish(processes)
+    assert (killed, code) == (-signal.SIGKILL, 134), (output, errors)
+    assert errors.splitlines()[-1].startswith("titans: process 0 of 2 cannot go on ("), errors
+    assert list(results(tmp_path / "run")) == ["perplexity"]
+
+
 @pytest.mark.exhaustive  # test_conveniences.py sees one process begin
 def test_two_processes_begin_with_the_weights_of_a_run_as_one_does(pair, single, titans, tmp_path):
     """From its folder, and with its validation loss before the first step's learning rate has done much."""

@@ -27,6 +27,7 @@ from titans_jax.evaluation.evaluators import (
     kept_once,
     on_all_devices,
 )
+from titans_jax.sharding.processes import told_if_lost
 
 if TYPE_CHECKING:
     from titans_jax.training import Run
@@ -65,11 +66,13 @@ def measure(run: Run, evaluators: Mapping[str, Evaluator], options: EvaluationOp
     Raises:
       EvaluationError: a task cannot be measured; the message says where the results of the earlier ones are. Or the
         run's folder cannot be written to, before anything is measured.
+      ProcessLost: another process has died.
     """
     if run.folder.is_dir() and not os.access(run.folder, os.W_OK):
         raise EvaluationError(f"run is {str(run.folder)!r}, where results cannot be written; use a copy of the folder")
     numbers: Numbers = {}
-    with on_all_devices(run) as spread:
+    after_loss = f"what was measured before is in {run.folder / HISTORY}; run the same commands again"
+    with told_if_lost(after_loss), on_all_devices(run) as spread:
         for task, evaluator in evaluators.items():
             try:
                 found = measure_one(spread, task, evaluator, options)

@@ -40,6 +40,12 @@ class ProcessesError(TitansError, RuntimeError):
     exit_code = 1
 
 
+class ProcessLost(ProcessesError):
+    """Another process has died. The exit code is that of jax where it notices first, on which launchers start again."""
+
+    exit_code = 134
+
+
 def start(config: ProcessesConfig) -> None:
     """Join the processes of this run, by the configuration or on a TPU slice of several hosts; alone, do nothing.
 
@@ -132,6 +138,32 @@ def together() -> Iterator[None]:
     if not passed.all():
         failed = ", ".join(str(i) for i in np.flatnonzero(~passed))
         raise ProcessesError(f"process {failed} of {len(passed)} cannot go on; what it printed says why")
+
+
+def of_devices(error: Exception) -> bool:
+    """Whether an operation on the devices, or between processes, has failed.
+
+    jax raises JaxRuntimeError, but of Gloo, by which processes on CPUs talk, a plain ValueError where it fails in the
+    call itself. TensorStore's errors of files are ValueErrors too.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or (type(error) is ValueError and "Gloo" in str(error))
+
+
+@contextlib.contextmanager
+def told_if_lost(what_now: str) -> Iterator[None]:
+    """Raise ProcessLost, whose message ends with `what_now`, where an operation of several processes fails.
+
+    Untold, the process would wait at its end for the one that died, until jax.distributed takes that for dead.
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not of_devices(error) or "RESOURCE_EXHAUSTED" in str(error) or jax.process_count() == 1:
+            raise
+        raise ProcessLost(
+            f"process {jax.process_index()} of {jax.process_count()} cannot go on ({str(error).splitlines()[0]}); if "
+            f"another one has died, what it printed says why; {what_now}"
+        ) from error
 
 
 def check_same(values: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from titans_jax.config.validate import check_types
 from titans_jax.errors import TitansError
 from titans_jax.sharding import processes
 from titans_jax.training.checksums import damage, items_of, write_checksums
-from titans_jax.training.report import of_devices
 
 FORMAT = 2
 """Format of what is saved beside the arrays. Format 1 has no format number, version, text identity or checksums."""
@@ -145,7 +144,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # Orbax and TensorStore raise many types, OSError and ValueError among them
-            if of_devices(error):  # a device failed, or another process died
+            if processes.of_devices(error):  # a device failed, or another process died
                 raise
             whole = self.steps()
             safe = f"the checkpoint of step {whole[0]} is whole" if whole else "there is no earlier checkpoint"
@@ -240,7 +239,7 @@ class Checkpoints:
                 check_finite(state)
                 return state, saved
             except Exception as error:
-                if isinstance(error, CheckpointError) or of_devices(error):  # not the files' fault
+                if isinstance(error, CheckpointError) or processes.of_devices(error):  # not the files' fault
                     raise
                 self._say(
                     f"the checkpoint of step {step} cannot be read ({_cause(error)}); " + _instead(steps[i + 1 :])

@@ -5,23 +5,18 @@ from collections.abc import Iterator
 
 import jax
 
+from titans_jax.sharding import processes
 from titans_jax.training.device_memory import out_of_memory
-from titans_jax.training.report import lost, of_devices
 
 
 @contextlib.contextmanager
 def told_as_stops() -> Iterator[None]:
-    """Raise TrainingStopped where a device is out of memory, or (ProcessLost) an operation of several processes fails.
-
-    Untold, the process would wait at its end for the one that died, until jax.distributed takes that for dead.
-    """
+    """Raise TrainingStopped where a device is out of memory, ProcessLost where an operation of several processes
+    fails."""
     try:
-        yield
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if not of_devices(error):
+        with processes.told_if_lost("run the same commands again to go on from the last checkpoint"):
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        if "RESOURCE_EXHAUSTED" in str(error):
-            raise out_of_memory(error) from error
-        if jax.process_count() == 1:
-            raise
-        raise lost(error) from error
+        raise out_of_memory(error) from error

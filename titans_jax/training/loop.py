@@ -66,7 +66,8 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     Raises:
       ConfigError, data.DataError, ProcessesError, RunInUse: nothing has been compiled or written.
       TrainingStopped: loss, gradients or parameters are not finite, and the last checkpoint is from before; or a device
-        ran out of memory, or (ProcessLost) another process has died.
+        ran out of memory.
+      ProcessLost: another process has died.
       CheckpointError: a checkpoint could not be written or read; those before it are whole.
     """
     console = console or Console(quiet=jax.process_index() != 0)

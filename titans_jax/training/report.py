@@ -30,30 +30,6 @@ class TrainingStopped(TitansError, RuntimeError):
     exit_code = 1
 
 
-class ProcessLost(TrainingStopped):
-    """Another process has died. The exit code is that of jax where it notices first, on which launchers start again."""
-
-    exit_code = 134
-
-
-def lost(error: Exception) -> ProcessLost:
-    """What to raise where an operation over several processes has failed."""
-    cause = str(error).splitlines()[0]
-    return ProcessLost(
-        f"process {jax.process_index()} of {jax.process_count()} cannot go on ({cause}); if another one has died, what "
-        "it printed says why; run the same commands again to go on from the last checkpoint"
-    )
-
-
-def of_devices(error: Exception) -> bool:
-    """Whether an operation on the devices, or between processes, has failed.
-
-    jax raises JaxRuntimeError, but of Gloo, by which processes on CPUs talk, a plain ValueError where it fails in the
-    call itself. TensorStore's errors of files are ValueErrors too.
-    """
-    return isinstance(error, jax.errors.JaxRuntimeError) or (type(error) is ValueError and "Gloo" in str(error))
-
-
 def require_finite(what: str, value: float, consequence: str) -> None:
     """Raises TrainingStopped where a value is infinite or NaN."""
     if not math.isfinite(value):
