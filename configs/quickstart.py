@@ -28,7 +28,6 @@ config = Config(
         head_dim=64,
         num_persistent=8,
         dtype="float32",  # bfloat16 is slower than float32 on a CPU
-        remat="none",
         memory=MemoryConfig(depth=2, expansion=2, chunk_size=64),
     ),
     data=DataConfig(source="python", packing="stream", sequence_length=512, batch_size=4),

@@ -25,7 +25,6 @@ def small(preset: str, pattern: tuple[str, ...] = ("lmm",), depth: int = 2, **me
             window=64,
             num_persistent=0,
             dtype="float32",  # bfloat16 is slower than float32 on a CPU
-            remat="none",
             memory=MemoryConfig(preset=preset, expansion=2, chunk_size=64, **memory),
         ),
         data=DataConfig(source="python", packing="stream", sequence_length=512, batch_size=4),

@@ -68,6 +68,8 @@ def test_a_cell_is_identified_by_its_whole_configuration(tmp_path):
     file = ResultsFile(tmp_path / "results.jsonl")
     assert file.finished(cell()) and file.get(cell()) == finite(0.5)
     assert file.finished(cell(kind="b"))  # a row of another name
+    remat = dataclasses.replace(MODEL, remat="names")  # how the same numbers are computed
+    assert MODEL.remat != "names" and file.finished(dataclasses.replace(cell(), model=remat))
     assert not file.finished(cell(seed=2))
     for other in (
         dataclasses.replace(cell(), model=dataclasses.replace(MODEL, norm_eps=1e-5)),

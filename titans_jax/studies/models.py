@@ -58,7 +58,6 @@ def small_model(
         num_persistent=0,
         attention_conv=preset in CONVOLVED,
         dtype="float32",
-        remat="none",
         memory=memory if preset in WITHOUT_MEMORY else dataclasses.replace(memory, preset=preset),
         **sizes,
     )

@@ -80,7 +80,9 @@ class ResultsFile:
 
 
 def _key(identity: dict[str, Any]) -> str:
-    return json.dumps(identity, sort_keys=True)
+    """A cell's identity without `model.remat`, which changes how the same numbers are computed."""
+    model = {name: value for name, value in identity["model"].items() if name != "remat"}
+    return json.dumps(identity | {"model": model}, sort_keys=True)
 
 
 def finite_numbers(numbers: Numbers) -> tuple[Numbers, bool]:
