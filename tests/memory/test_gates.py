@@ -20,6 +20,8 @@ def test_from_values():
     np.testing.assert_allclose(gates.log_momentum, np.log(momentum), rtol=1e-6)
     np.testing.assert_array_equal(gates.step_size, step_size)
     assert gates.mask is None
+    lists = Gates.from_values([0.0, 0.5], [1.0, 0.25], [0.0, 0.1])
+    jax.tree.map(np.testing.assert_array_equal, lists, gates)
 
 
 @pytest.mark.parametrize(

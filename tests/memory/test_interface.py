@@ -241,6 +241,7 @@ BAD_INPUT = {
     "queries": lambda: call(queries=jnp.zeros((TIME, HEAD_DIM + 1))),
     "queries is int32": lambda: call(queries=jnp.zeros((TIME, HEAD_DIM), int)),
     "queries is float16: it must be float32, bf": lambda: call(queries=jnp.zeros((TIME, HEAD_DIM), jnp.float16)),
+    "key is 0: it must be a random key of JAX": lambda: memory.init_params(TITANS.rule, 0, HEAD_DIM),
     "head_dim is True: it must be an integer": lambda: memory.init_params(TITANS.rule, jax.random.key(0), True),
     "queries has head_dim 1 ": lambda: retrieve(queries=jnp.zeros((3, 1))),
     "queries is int8": lambda: retrieve(queries=jnp.zeros((3, HEAD_DIM), jnp.int8)),

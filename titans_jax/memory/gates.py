@@ -57,17 +57,20 @@ class Gates:
     @classmethod
     def from_values(
         cls,
-        forget: jax.Array,
-        momentum: jax.Array | None,
-        step_size: jax.Array,
+        forget: jax.typing.ArrayLike,
+        momentum: jax.typing.ArrayLike | None,
+        step_size: jax.typing.ArrayLike,
         mask: jax.Array | None = None,
-        window_weight: jax.Array | None = None,
+        window_weight: jax.typing.ArrayLike | None = None,
     ) -> Gates:
         """Gates from the papers' alpha, eta, theta (Titans eq 8-14) and gamma (ATLAS), each in [0, 1] but theta, which
-        is >= 0.
+        is >= 0; lists of numbers will do.
 
         Raises ValueError for values outside these ranges, where they are known (not under `jax.jit`).
         """
+        forget, momentum, step_size, window_weight = (
+            None if x is None else jnp.asarray(x) for x in (forget, momentum, step_size, window_weight)
+        )
         ranges = {"forget": (forget, 1), "momentum": (momentum, 1), "window_weight": (window_weight, 1)}
         for name, (x, most) in (ranges | {"step_size": (step_size, jnp.inf)}).items():
             check_range(name, x, most)
@@ -76,7 +79,7 @@ class Gates:
             return jnp.log(jnp.maximum(x, SMALLEST_RETENTION))
 
         log_momentum = None if momentum is None else log(momentum)
-        return cls(log(1 - forget), log_momentum, jnp.asarray(step_size), mask, window_weight=window_weight)
+        return cls(log(1 - forget), log_momentum, step_size, mask, window_weight=window_weight)
 
     def scalars(self) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """(log_retention, log_momentum, step_size), the gates of a whole token."""

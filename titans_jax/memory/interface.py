@@ -53,8 +53,10 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
     last matrix is never zero, as the norm behind it would then multiply gradients by 1/sqrt(epsilon). A rule without a
     learned start has zeros, which are not trained.
 
-    Raises ValueError for a head_dim that is no integer of 1 or more.
+    Raises ValueError for a head_dim that is no integer of 1 or more, and for a key that is none of JAX's.
     """
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key is {key!r}: it must be a random key of JAX, for example jax.random.key(0).")
     if isinstance(head_dim, bool) or not isinstance(head_dim, numbers.Integral) or head_dim < 1:
         raise ValueError(f"head_dim is {head_dim!r}: it must be an integer of 1 or more, for example 64.")
     head_dim = int(head_dim)
