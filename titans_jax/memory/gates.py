@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from numpy.typing import ArrayLike
 
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.ops.matmul import to_state_dtype
@@ -57,11 +58,11 @@ class Gates:
     @classmethod
     def from_values(
         cls,
-        forget: jax.typing.ArrayLike,
-        momentum: jax.typing.ArrayLike | None,
-        step_size: jax.typing.ArrayLike,
+        forget: ArrayLike,
+        momentum: ArrayLike | None,
+        step_size: ArrayLike,
         mask: jax.Array | None = None,
-        window_weight: jax.typing.ArrayLike | None = None,
+        window_weight: ArrayLike | None = None,
     ) -> Gates:
         """Gates from the papers' alpha, eta, theta (Titans eq 8-14) and gamma (ATLAS), each in [0, 1] but theta, which
         is >= 0; lists of numbers will do.

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from titans_jax.config import ConfigError, to_dict
+from titans_jax.config import ConfigError
 from titans_jax.config.saved import DEFAULTS, from_saved, starts_differ
-from titans_jax.studies.study import Cell
+from titans_jax.studies.study import Cell, model_identity
 from titans_jax.studies.tasks import Numbers
 
 
@@ -57,7 +57,7 @@ class ResultsFile:
                 identity, defaults = fields.pop("cell"), fields.pop("defaults", 1)
                 model = from_saved({"model": identity["model"], "defaults": defaults}).model
                 if not starts_differ(model, defaults):
-                    self._results[_key(identity | {"model": to_dict(model)})] = Result(**fields)
+                    self._results[_key(identity | {"model": model_identity(model)})] = Result(**fields)
         rewritten = file.with_suffix(".tmp")  # replaced in one move: a full disk must not lose what is there
         rewritten.write_text("".join(lines))
         rewritten.replace(file)
@@ -80,9 +80,7 @@ class ResultsFile:
 
 
 def _key(identity: dict[str, Any]) -> str:
-    """A cell's identity without `model.remat`, which changes how the same numbers are computed."""
-    model = {name: value for name, value in identity["model"].items() if name != "remat"}
-    return json.dumps(identity | {"model": model}, sort_keys=True)
+    return json.dumps(identity, sort_keys=True)
 
 
 def finite_numbers(numbers: Numbers) -> tuple[Numbers, bool]:

@@ -59,9 +59,14 @@ class Cell:
     def identity(self) -> dict[str, Any]:
         """Everything that its numbers depend on: cells of the same identity are one cell, even in different studies."""
         task = {"name": self.task.name, **dataclasses.asdict(self.task)}
-        parts = {"model": to_dict(self.model), "task": task, "optimizer": to_dict(self.task.optimizer)}
+        parts = {"model": model_identity(self.model), "task": task, "optimizer": to_dict(self.task.optimizer)}
         read = {"data": found} if (found := self.task.fingerprint()) else {}
         return parts | read | {"seed": self.seed}
+
+
+def model_identity(model: ModelConfig) -> dict[str, Any]:
+    """The fields that a model's numbers depend on: all but `remat`, which says what its gradient computes again."""
+    return {name: value for name, value in to_dict(model).items() if name != "remat"}
 
 
 @dataclass(frozen=True)
