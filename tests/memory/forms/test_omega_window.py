@@ -22,7 +22,6 @@ from miras_inputs import (
 
 from titans_jax import memory
 from titans_jax.memory.forms.omega_window import window_matrix
-from titans_jax.memory.pallas import entry
 
 TOLERANCE = 1e-10
 L2, DECAY = memory.biases.l2(), memory.retentions.decay()
@@ -213,10 +212,3 @@ def test_refusals(sentence):
     with pytest.raises(ValueError) as refused:
         REFUSED[sentence]()
     assert str(refused.value).startswith(sentence) and len(str(refused.value).splitlines()) == 1
-
-
-def test_no_kernel_runs_a_window():
-    rule = rule_of(3, False, chunk_size=8)
-    gates = memory.Gates(jnp.zeros((1, 2)), None, jnp.ones((1, 2)), **WEIGHTS)
-    assert not entry.supports(rule, gates)
-    assert entry.supports(dataclasses.replace(rule, algorithm=memory.algorithms.omega(1)), gates)

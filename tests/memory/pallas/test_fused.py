@@ -14,11 +14,12 @@ from titans_jax.memory.forms.delta_rule import DeltaRule
 from titans_jax.memory.gates import CHANNEL_GATES
 from titans_jax.memory.pallas import entry, kernels
 from titans_jax.memory.pallas.kernel_algorithm import Chunks, HeadState
+from titans_jax.memory.state import WindowTokens
 from titans_jax.ops import backend, matmul
 
 CHUNK, BLOCK = 8, 16
 FLOAT64, FLOAT32, BFLOAT16, BFLOAT16_GATES = 1e-10, 1e-5, 5e-3, 2e-2
-GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", *CHANNEL_GATES)
+GATES = ("log_retention", "log_momentum", "step_size", "bias_gate", "window_weight", *CHANNEL_GATES)
 HEADS, ROWS_AND_HEADS = (2,), (2, 2)
 
 
@@ -44,6 +45,8 @@ def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate
     }
     if rule.algorithm.has_momentum:
         inputs["log_momentum"] = np.log(uniform(0.1, 0.9, *tokens, len(shapes)))
+    if rule.algorithm.window > 1:
+        inputs["window_weight"] = uniform(0, 1, *tokens, rule.algorithm.window - 1)
     for name in by_channel:
         retention = name.startswith("log")
         gate = uniform(0.3, 1, *(tokens if retention else written), head_dim)
@@ -59,7 +62,13 @@ def stream(rule, params):
     """Matrices of a state that arrives inside a chunk."""
     like = lambda scale: tuple(w * scale for w in params["weights"])  # noqa: E731
     momentum = like(np.float32(0.03)) if rule.algorithm.has_momentum else ()
-    return {"weights": like(np.float32(0.9)), "momentum": momentum, "anchor": like(np.float32(1.1))}
+    state = {"weights": like(np.float32(0.9)), "momentum": momentum, "anchor": like(np.float32(1.1))}
+    if (reach := rule.algorithm.window - 1) > 0:
+        generator, width = np.random.default_rng(1), params["weights"][-1].shape[-1]
+        keys, values = generator.normal(size=(2, *params["weights"][-1].shape[:-2], reach, width)).astype(np.float32)
+        step_size = np.full((*keys.shape[:-1], len(params["weights"])), 0.01, np.float32)
+        state["window"] = WindowTokens(keys, values, step_size)
+    return state
 
 
 def probed(tree):
@@ -83,6 +92,7 @@ def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradien
             x.get("mask"),
             x.get("bias_gate"),
             *(x.get(name) for name in CHANNEL_GATES),
+            x.get("window_weight"),
         )
         state = memory.init_state(rule, params)
         if "state" in x:
@@ -114,6 +124,10 @@ def assert_equal(got, wanted, tolerance=FLOAT32, of_gates=None):
         assert np.all(np.isfinite(b)), name
         allowed = of_gates if of_gates and any(gate in name for gate in GATES) else tolerance
         assert np.sqrt(np.mean((a - b) ** 2)) <= allowed * max(np.sqrt(np.mean(b**2)), 1e-6), name
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
 
 
 def check(rule, lead=(), tolerance=FLOAT32, of_gates=None, flags=None, position=0, gradients=True, **options):
@@ -199,9 +213,9 @@ DISTINCT = {rule: name for name, rule in RUNNING.items()}
 
 
 def test_which_presets_run():
-    by_chunk = {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad"}
+    by_chunk = {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad", "omeganet"}
     by_block = {"deltanet", "longhorn", "mamba2", "retnet", "gated_deltanet", "delta_product"}
-    assert by_chunk | by_block <= set(RUNNING) and not {"mesa", "memora", "omeganet"} & set(RUNNING)
+    assert by_chunk | by_block <= set(RUNNING) and not {"mesa", "memora", "atlas"} & set(RUNNING)
     linear = {name for name in RUNNING if DeltaRule.supports(RUNNING[name], plain(RUNNING[name]))}
     assert by_block <= linear and not by_chunk & linear
 
@@ -238,11 +252,15 @@ def test_documents_and_padding_of_linear_memories(rule, starts, small_blocks):
     check(rule, HEADS, flags=flags, time=time, head_dim=8)
 
 
-@pytest.mark.slow
-def test_bfloat16_operands_of_a_linear_memory(monkeypatch):
+@pytest.fixture
+def outer_products_of_columns(monkeypatch):
     """XLA on CPUs has no product of bfloat16 operands for a sum of outer products as the kernel transposes it."""
     apart = dataclasses.replace(backend.PALLAS, weighted_outer_products=matmul.weighted_outer_products_of_columns)
     monkeypatch.setattr(backend, "PALLAS", apart)
+
+
+@pytest.mark.slow
+def test_bfloat16_operands_of_a_linear_memory(outer_products_of_columns):
     check(presets.gated_deltanet(), HEADS, BFLOAT16, BFLOAT16_GATES, time=100, head_dim=64, dtype=jnp.bfloat16)
 
 
@@ -338,7 +356,7 @@ def test_chunks_that_share_a_stored_state(monkeypatch):
     def shared(chunks, width=16):
         start = HeadState((np.zeros((1, width, width), np.float32),), None)
         queries = np.zeros((1, chunks, CHUNK, width), np.float32)
-        found = kernels.grid_steps(titans(1), Chunks(queries, *[None] * 9), start, 1, kernels.BACKWARD)
+        found = kernels.grid_steps(titans(1), Chunks(queries, queries, *[None] * 8), start, 1, kernels.BACKWARD)
         return found.chunks, found.groups
 
     monkeypatch.setattr(kernels, "STATE_TOKENS", 4 * CHUNK)
@@ -358,6 +376,40 @@ def test_forgetting_to_the_start(rule):
     steps are smaller where a norm is steep."""
     rule = dataclasses.replace(rule, forget_to_start=True, bound_slope=rule.architecture.normalized)
     check(rule, HEADS, time=3 * CHUNK, head_dim=16, position=3)
+
+
+def omega(window, **options):
+    """A memory whose steps sum a window of tokens."""
+    rule = presets.omeganet(window, expansion=2, chunk_size=CHUNK)
+    return dataclasses.replace(rule, **options)
+
+
+@pytest.mark.slow_but_for("whole chunk")
+@pytest.mark.parametrize(
+    "rule",
+    [omega(CHUNK), omega(3, algorithm=algorithms.omega(3, has_momentum=True)), omega(2, forget_to_start=True)],
+    ids=["whole chunk", "momentum", "two tokens"],
+)
+def test_windows_of_tokens(rule):
+    """A row of documents, of which one starts with a chunk and its window with no token; a row whose window arrives
+    with its state, inside a chunk, and whose end is padding."""
+    time = 3 * CHUNK
+    flags = {"position": np.array([0, 5], np.int32), "resets": np.zeros((2, time), bool)}
+    flags["resets"][0, CHUNK] = True
+    flags["mask"] = np.ones((2, time), bool)
+    flags["mask"][1, CHUNK + 5 :] = False
+    check(rule, HEADS, FLOAT64, flags=flags, head_dim=16)
+
+
+@pytest.mark.slow
+def test_bfloat16_operands_of_windows(outer_products_of_columns):
+    """As near to float32 as the chunked form: a token is written in two chunks, and the two forms round other sums."""
+    rule = omega(5)
+    params, inputs = draw(rule, HEADS, head_dim=64, dtype=jnp.bfloat16)
+    wide = inputs | {name: inputs[name].astype(jnp.float32) for name in ("queries", "keys", "values")}
+    exact = answers(rule, "chunked", params, wide, HEADS)
+    for form in ("chunked", "fused"):  # what products of 8 bits, of which several follow each other, leave
+        assert_equal(as_float32(answers(rule, form, params, inputs, HEADS)), exact, 0.04)
 
 
 @pytest.mark.slow
@@ -421,7 +473,7 @@ def test_a_sequence_in_two_calls():
         (presets.memora(expansion=2, chunk_size=CHUNK, lag_token=True), {}),
         (presets.gated_deltanet(), {"log_value_retention": np.zeros((CHUNK, 16), np.float32)}),
         (presets.mesa(), {}),
-        (presets.omeganet(3, expansion=2, chunk_size=CHUNK), {"window_weight": np.zeros((CHUNK, 2), np.float32)}),
+        (omega(1, algorithm=algorithms.muon()), {}),
         (presets.titans(expansion=2, chunk_size=2), {}),
         (presets.titans(expansion=2, chunk_size=7), {}),
     ],
@@ -431,7 +483,7 @@ def test_a_sequence_in_two_calls():
         "lag token",
         "value channels, decay first",
         "least squares",
-        "a window",
+        "a step of a whole chunk",
         "a chunk of 2",
         "a chunk of 7",
     ],

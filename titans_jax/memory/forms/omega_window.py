@@ -10,6 +10,7 @@ Omega rule). Shapes: w window, c tokens of a chunk, m fast matrices.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +61,21 @@ def window_coefficients(gates: Gates, tile: int | None) -> Coefficients:
 
     gates: [blocks, c, ...], step_size [blocks, w - 1 + c, m].
     """
-    plain = dataclasses.replace(gates, step_size=jnp.ones_like(gates.log_retention))
-    steps = block_coefficients(plain, None, tile)
+    steps = block_coefficients(unit_steps(gates), None, tile)
     step_size = jnp.swapaxes(gates.step_size, 1, 2)[:, :, None]
     sums = jax.vmap(window_matrix)(gates.window_weight)[:, None] * step_size
-    G, N = (None if x is None else matmul(x, sums, sums.dtype) for x in (steps.G, steps.N))
+    return of_sums(steps, lambda x: matmul(x, sums, sums.dtype))
+
+
+def unit_steps(gates: Gates) -> Gates:
+    """The gates of a chunk's own tokens, with steps of size 1, from those of `add_window`."""
+    return dataclasses.replace(gates, step_size=jnp.ones_like(gates.log_retention), window_weight=None)
+
+
+def of_sums(steps: Coefficients, times_sums: Callable[[jax.Array], jax.Array]) -> Coefficients:
+    """`Coefficients` of steps of size 1 -> of steps that are sums over windows: times_sums(x) is x times the matrix
+    of what every step sums."""
+    G, N = (None if x is None else times_sums(x) for x in (steps.G, steps.N))
     return dataclasses.replace(steps, G=G, N=N)
 
 

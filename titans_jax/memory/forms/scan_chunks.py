@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import ChunkAlgorithm, MemoryInputs, MemoryOutputs
 from titans_jax.memory.forms.omega_window import add_window, last_window
-from titans_jax.memory.state import Matrices, MemoryState, Params
+from titans_jax.memory.rule.rule import MemoryRule
+from titans_jax.memory.state import Matrices, MemoryState, Params, WindowTokens
 from titans_jax.ops.backend import BlockSize
 from titans_jax.ops.recursive_blocks import to_blocks
 
@@ -34,11 +35,8 @@ def scan_blocks(
     """Prepare groups of blocks and step from block to block."""
     between_chunks = starts_chunk(state)
     rule, chunk_size, size = algorithm.rule, algorithm.rule.chunk_size, algorithm.block_size
-    layout, window = lay_out(chunk_size, size.tokens, state, inputs), None
-    if rule.algorithm.window > 1:
-        layout = dataclasses.replace(layout, inputs=add_window(rule, layout.inputs, layout.offset, state, initial))
-        window = last_window(rule, layout.inputs, layout.last, state)
-        initial = None if initial is None else dataclasses.replace(initial, window=None)
+    layout, window = with_window(rule, lay_out(chunk_size, size.tokens, state, inputs), state, initial)
+    initial = None if initial is None else dataclasses.replace(initial, window=None)
 
     def step(carry, block):
         weights, momentum, opened = carry  # opened: the anchor and `step_total` of the chunk that stays open
@@ -128,6 +126,17 @@ def lay_out(chunk_size: int, block_size: int, state: MemoryState, inputs: Memory
 
     placed = jax.tree.map(place, dataclasses.replace(inputs, gates=dataclasses.replace(gates, mask=mask)))
     return BlockLayout(jax.tree.map(functools.partial(to_blocks, block_size), placed), time, offset, last, valid)
+
+
+def with_window(
+    rule: MemoryRule, layout: BlockLayout, state: MemoryState, initial: MemoryState | None
+) -> tuple[BlockLayout, WindowTokens | None]:
+    """(layout whose keys, values and step sizes begin with the window before each chunk, the window after the last
+    token); without a window the layout itself, and None."""
+    if rule.algorithm.window == 1:
+        return layout, None
+    layout = dataclasses.replace(layout, inputs=add_window(rule, layout.inputs, layout.offset, state, initial))
+    return layout, last_window(rule, layout.inputs, layout.last, state)
 
 
 def starts_chunk(state: MemoryState) -> bool:

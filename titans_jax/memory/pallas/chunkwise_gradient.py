@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from titans_jax.memory.forms.chunked import ChunkwiseGradient, PreparedChunk
 from titans_jax.memory.forms.decay import Coefficients
 from titans_jax.memory.forms.intra_chunk import IntraChunk
+from titans_jax.memory.forms.omega_window import unit_steps
 from titans_jax.memory.forms.scan_chunks import BlockLayout
 from titans_jax.memory.gates import Gates
-from titans_jax.memory.pallas.gate_rows import RowLayout, pack_rows, unpack_rows
+from titans_jax.memory.pallas.gate_rows import RowLayout, pack_rows, pack_window, unpack_rows, unpack_window
 from titans_jax.memory.pallas.kernel_algorithm import (
     Asked,
     Chunks,
@@ -29,8 +30,8 @@ from titans_jax.ops.platform import LANES, SUBLANES
 
 class KernelChunkwiseGradient(KernelAlgorithm):
     """Rules with an architecture, a retention and an algorithm for which a kernel has the operations, and with one
-    slope for all reads of a chunk. Channel-wise retention only without momentum; no window of tokens, no steps of whole
-    chunks, no decay before the gradient; chunks of one token, or of at least a register's rows."""
+    slope for all reads of a chunk. Channel-wise retention only without momentum; no steps of whole chunks, no decay
+    before the gradient; chunks of one token, or of at least a register's rows."""
 
     algorithm = ChunkwiseGradient
 
@@ -41,8 +42,8 @@ class KernelChunkwiseGradient(KernelAlgorithm):
         parts = (rule.architecture, rule.retention, rule.algorithm)
         has = all(PALLAS.missing.isdisjoint(part.operations) for part in parts)
         fills = rule.chunk_size == 1 or rule.chunk_size >= SUBLANES
-        single = not rule.algorithm.whole_tokens and not rule.algorithm.decay_first
-        return fills and separates and has and rule.retention.one_slope and single
+        by_token = not rule.algorithm.steps_by_chunk and not rule.algorithm.decay_first
+        return fills and separates and has and rule.retention.one_slope and by_token
 
     @property
     def block_tokens(self) -> int:
@@ -54,17 +55,30 @@ class KernelChunkwiseGradient(KernelAlgorithm):
         flags = [] if resets is None else [resets[:, 0]]
         if asked.anchor:
             flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // self.rule.chunk_size)
-        chunks = chunks_of(layout, pack_rows(gates, flags))
+        windows = self.rule.algorithm.window > 1
+        chunks = self.pack_windows(layout, flags) if windows else chunks_of(layout, pack_rows(gates, flags))
         by_channel = {name: getattr(gates, name) for name in ("log_key_retention", "log_value_retention")}
         return chunks._replace(
             **{name: jax.vmap(clipped)(x, gates.mask) for name, x in by_channel.items() if x is not None}
         )
 
+    def pack_windows(self, layout: BlockLayout, flags: list[jax.Array]) -> Chunks:
+        """`pack` of chunks that begin with a window, and before it with places without a token, for whole registers."""
+        inputs, gates = layout.inputs, layout.inputs.gates
+        written = -(-inputs.keys.shape[1] // SUBLANES) * SUBLANES
+        before = ((0, 0), (written - inputs.keys.shape[1], 0), (0, 0))
+        rows = pack_window(pack_rows(unit_steps(gates), flags), gates, written)
+        keys, values = (jnp.pad(x, before) for x in (inputs.keys, inputs.values))
+        return chunks_of(layout, rows)._replace(keys=keys, values=values)
+
     def unpack(self, chunk: Chunks, asked: Asked, restarts: bool) -> UnpackedChunk:
         rule, operand_dtype = self.rule, chunk.keys.dtype
         matrices = len(rule.shapes(chunk.queries.shape[1]))
         layout = RowLayout(matrices, rule.algorithm.has_momentum, restarts=False, flags=asked.anchor + restarts)
-        found, mask, flags = unpack_rows(chunk.rows, layout, operand_dtype)
+        if rule.algorithm.window == 1:
+            found, mask, flags = unpack_rows(chunk.rows, layout, operand_dtype)
+        else:
+            found, mask, flags = unpack_window(chunk.rows, layout, len(chunk.queries), operand_dtype)
         flags = [flag[:, :1] for flag in flags]
         made = [in_kernel(c) for c in found]
         if chunk.log_key_retention is not None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
-from titans_jax.memory.forms.scan_chunks import final_state, lay_out, starts_chunk
+from titans_jax.memory.forms.scan_chunks import final_state, lay_out, starts_chunk, with_window
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.pallas import kernels
 from titans_jax.memory.pallas.chunkwise_gradient import KernelChunkwiseGradient
@@ -49,8 +49,8 @@ def memorize(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates and "
             f"chunk_size {rule.chunk_size} on {rule.architecture}: no polynomial features, no retention of channels "
             "with momentum, of value channels before the error, with a lag token, an arctan, the norms of the learned "
-            "start or weights of every token's own, no least squares, no window, no step of a whole chunk, no stale "
-            "reads, and no chunk of 2 to 7 tokens; use form='chunked'."
+            "start or weights of every token's own, no least squares, no step of a whole chunk, no stale reads, and no "
+            "chunk of 2 to 7 tokens; use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, algorithm.block_tokens, state, inputs)
@@ -60,6 +60,7 @@ def memorize(
         gates = dataclasses.replace(gates, step_size=jnp.where(layout.valid, gates.step_size, jnp.nan))
         inputs = dataclasses.replace(inputs, gates=gates)
         layout = dataclasses.replace(layout, inputs=inputs)
+    layout, window = with_window(rule, layout, state, initial)
     asked = Asked(options.with_surprise, options.with_anchor and layout.last is not None and size > 1)
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(
@@ -80,6 +81,7 @@ def memorize(
     if asked.anchor:
         anchor = jax.tree.map(lambda new, old: jnp.where(layout.last < 0, old, new), anchor, state.anchor)
     after = final_state(size, layout, state, weights, momentum, anchor if asked.anchor else weights)
+    after = dataclasses.replace(after, window=window)
     return MemoryOutputs(layout.unplace(found.reads), after, surprise)
 
 

@@ -10,7 +10,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.forms.decay import Coefficients, CumulativeGate, cumulative_gates, tile_coefficients
+from titans_jax.memory.forms.decay import (
+    Coefficients,
+    CumulativeGate,
+    cumulative_gates,
+    momentum_in_weights,
+    tile_coefficients,
+)
+from titans_jax.memory.forms.omega_window import of_sums, window_matrix
 from titans_jax.memory.gates import Gates
 
 
@@ -68,3 +75,29 @@ def unpack_rows(rows: jax.Array, layout: RowLayout, operand_dtype) -> UnpackedRo
         momentum = gate(*at[sums : 2 * sums]) if layout.has_momentum else None
         found.append(tile_coefficients(gate(*at[:sums]), momentum, row(at[-1]), mask, operand_dtype))
     return UnpackedRows(found, mask, flags)
+
+
+def pack_window(rows: jax.Array, gates: Gates, written: int) -> jax.Array:
+    """Rows of a chunk's own tokens, [blocks, n, c], with those of its window below, [blocks, n + m + c, written]: the
+    step sizes of all tokens that it writes, and what each token's step sums of them.
+
+    gates: of `add_window`. written: tokens that a chunk writes, those before it and places without a token first.
+    """
+    step_size = jnp.swapaxes(gates.step_size, 1, 2)
+    sums = jax.vmap(window_matrix)(gates.window_weight)
+    before = ((0, 0), (0, 0), (written - sums.shape[-1], 0))
+    behind = ((0, 0), (0, 0), (0, written - rows.shape[-1]))
+    return jnp.concatenate([jnp.pad(rows, behind), jnp.pad(step_size, before), jnp.pad(sums, before)], axis=1)
+
+
+def unpack_window(rows: jax.Array, layout: RowLayout, tokens: int, operand_dtype) -> UnpackedRows:
+    """The inverse of `pack_window`, for the rows [n + m + c, written] of one block of c `tokens`, inside a kernel."""
+    own = len(rows) - layout.matrices - tokens
+    found = unpack_rows(rows[:own, :tokens], layout, operand_dtype)
+    step_size, sums = rows[own:-tokens], rows[-tokens:]
+
+    def summed(c: Coefficients, i: int) -> Coefficients:
+        times = sums * step_size[i : i + 1]
+        return of_sums(c, lambda x: momentum_in_weights(x, times, operand_dtype))
+
+    return found._replace(coefficients=[summed(c, i) for i, c in enumerate(found.coefficients)])

@@ -44,7 +44,7 @@ MOST_HEADS = 32
 class KernelSize(NamedTuple):
     """How much a kernel takes at once, and how many float32 values it was found to need in VMEM beside its blocks.
 
-    tokens: of all heads together. Heads' matrix products are independent, so others run during one head's latency.
+    tokens: that all heads write. Heads' matrix products are independent, so others run during one head's latency.
     lanes: values per token and per row or column, whichever are more, of every fast matrix. matrices: copies of a
     head's matrices, where their retention is not linear. sums: of log gates, per level of halving, token, channel and
     side with channel-wise retention.
@@ -60,18 +60,19 @@ FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1), KernelSize(1024, 27, 3, 2)
 
 
 def grid_steps(rule: MemoryRule, chunks: Chunks, start: HeadState, neighbours: int, size: KernelSize) -> Steps:
-    """As many heads as have `size.tokens` tokens together in a chunk, and as many chunks as share a stored state."""
+    """As many heads as write `size.tokens` tokens together in a chunk, and as many chunks as share a stored state."""
     n, count, tokens, head_dim = chunks.queries.shape
     shapes = [w.shape[1:] for w in jax.tree.leaves(start.weights)]
     state_bytes = sum(tiled_bytes(x.shape[1:], x.dtype) for x in jax.tree.leaves(start))
     fitting = int(STATES_SHARE * usable_vmem() / state_bytes)
     group = largest_divisor(count, min(STATE_TOKENS // tokens, MOST_CHUNKS, fitting))
     sides = sum(x is not None for x in (chunks.log_key_retention, chunks.log_value_retention))
-    needed = [(tokens, max(shape)) for shape in shapes] * size.lanes
+    written = chunks.keys.shape[2]  # with those of a window before the chunk
+    needed = [(written, max(shape)) for shape in shapes] * size.lanes
     needed += shapes * (0 if rule.retention.linear else size.matrices)
     needed += [(tokens, head_dim)] * (sides * recursive_blocks.levels(tokens) * size.sums)
     head_bytes = sum(tiled_bytes(shape, jnp.float32) for shape in needed)
-    heads = min(size.tokens // tokens, MOST_HEADS)
+    heads = min(size.tokens // written, MOST_HEADS)
     return Steps(n // neighbours, neighbours, heads, group, count // group, head_bytes)
 
 
