@@ -281,7 +281,7 @@ def test_models_can_be_read_at_80_columns(capsys, monkeypatch):
     words = {width: Counter(re.findall(r"[^\s│─┼]+", text)) for width, text in printed.items()}
     assert words[80] == words[400]
     assert set(PRESETS) <= set(words[80])
-    others = "mesa, memora, atlas, lact"
+    others = "mesa, memora, lact"
     assert f"fused for all but {others}; chunked for {others} Memory" in " ".join(printed[80].split())
 
 

@@ -40,6 +40,7 @@ class Backend:
     inverse: (strictly lower [n, n], operand dtype) -> (I + lower)^-1.
     channel_decay: (log gates [tokens, channels], visible or None) -> an object with the methods of
       `channel_decay.ChannelDecay`.
+    unrolled: whether loops inside a step are written out, since there is no gradient of loops.
     missing: operations that the backend lacks, by the names used in the `operations` of a rule's parts.
     """
 
@@ -56,6 +57,7 @@ class Backend:
     read_tile: int | None = None
     parallel_scan: bool = True
     number_lanes: int = 1
+    unrolled: bool = False
     missing: frozenset[str] = frozenset()
 
 
@@ -86,6 +88,7 @@ PALLAS = Backend(
     name="pallas",
     pallas=True,
     number_lanes=LANES,
+    unrolled=True,
     broadcast_column=matmul.broadcast_column,
     weighted_outer_products=matmul.weighted_outer_products,
     inverse=solve_tril.inverse_in_kernel,

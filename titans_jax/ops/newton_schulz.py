@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from titans_jax.ops.matmul import inner_products, matmul
+from titans_jax.ops.whole_matrix import over_all
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -38,23 +39,30 @@ EPSILON = 1e-7
 
 
 def newton_schulz(
-    matrix: Float[Array, "*leading rows columns"], operand_dtype: jnp.dtype, coefficients: str = "muon"
+    matrix: Float[Array, "*leading rows columns"],
+    operand_dtype: jnp.dtype,
+    coefficients: str = "muon",
+    unrolled: bool = False,
 ) -> Float[Array, "*leading rows columns"]:
     """The matrix, tall or wide, with its singular values taken near 1, in its own dtype; products as in `ops.matmul`.
 
-    coefficients: a name of `COEFFICIENTS`. Differentiable, through its steps.
+    coefficients: a name of `COEFFICIENTS`. unrolled: without a loop, of which a kernel has no gradient; elsewhere that
+    takes five times as long to compile. Differentiable, through its steps.
     """
     if matrix.ndim > 2:
-        return jax.vmap(lambda one: newton_schulz(one, operand_dtype, coefficients))(matrix)
+        return jax.vmap(lambda one: newton_schulz(one, operand_dtype, coefficients, unrolled))(matrix)
     rows, columns = matrix.shape
     x = matrix if rows <= columns else matrix.T
-    x = x / jnp.sqrt(jnp.sum(jnp.square(x)) + EPSILON**2)
+    x = x / jnp.sqrt(over_all(jnp.sum, jnp.square(x)) + EPSILON**2)
 
     def step(x, numbers):
         a, b, c = numbers
         gram = inner_products(x, x, operand_dtype)
         return a * x + matmul(b * gram + c * matmul(gram, gram, operand_dtype), x, operand_dtype), None
 
-    # As a loop: unrolled, it takes five times as long to compile, in every program of a memory.
-    x, _ = jax.lax.scan(step, x, jnp.array(COEFFICIENTS[coefficients], matrix.dtype))
+    if unrolled:
+        for numbers in COEFFICIENTS[coefficients]:
+            x, _ = step(x, numbers)
+    else:
+        x, _ = jax.lax.scan(step, x, jnp.array(COEFFICIENTS[coefficients], matrix.dtype))
     return x if rows <= columns else x.T

@@ -68,6 +68,8 @@ def stream(rule, params):
         keys, values = generator.normal(size=(2, *params["weights"][-1].shape[:-2], reach, width)).astype(np.float32)
         step_size = np.full((*keys.shape[:-1], len(params["weights"])), 0.01, np.float32)
         state["window"] = WindowTokens(keys, values, step_size)
+    if rule.algorithm.steps_by_chunk:
+        state["step_total"] = np.full((*momentum[0].shape[:-2], len(momentum)), 0.03, np.float32)
     return state
 
 
@@ -213,9 +215,9 @@ DISTINCT = {rule: name for name, rule in RUNNING.items()}
 
 
 def test_which_presets_run():
-    by_chunk = {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad", "omeganet"}
+    by_chunk = {"titans", "ttt_linear", "ttt_mlp", "moneta", "yaad", "omeganet", "atlas"}
     by_block = {"deltanet", "longhorn", "mamba2", "retnet", "gated_deltanet", "delta_product"}
-    assert by_chunk | by_block <= set(RUNNING) and not {"mesa", "memora", "atlas"} & set(RUNNING)
+    assert by_chunk | by_block <= set(RUNNING) and not {"mesa", "memora", "lact"} & set(RUNNING)
     linear = {name for name in RUNNING if DeltaRule.supports(RUNNING[name], plain(RUNNING[name]))}
     assert by_block <= linear and not by_chunk & linear
 
@@ -402,6 +404,23 @@ def test_windows_of_tokens(rule):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm",
+    [algorithms.muon(CHUNK), algorithms.muon(coefficients="lact", momentum_by_chunk=True)],
+    ids=["windows", "momentum of whole chunks"],
+)
+def test_steps_of_whole_chunks(algorithm):
+    """A row of documents; a row whose state arrives inside a chunk, with the steps that it has gathered, and whose end
+    is padding."""
+    time = 3 * CHUNK
+    flags = {"position": np.array([0, 5], np.int32), "resets": np.zeros((2, time), bool)}
+    flags["resets"][0, CHUNK] = True
+    flags["mask"] = np.ones((2, time), bool)
+    flags["mask"][1, CHUNK + 5 :] = False
+    check(omega(1, algorithm=algorithm, forget_to_start=True), HEADS, FLOAT64, flags=flags, head_dim=16)
+
+
+@pytest.mark.slow
 def test_bfloat16_operands_of_windows(outer_products_of_columns):
     """As near to float32 as the chunked form: a token is written in two chunks, and the two forms round other sums."""
     rule = omega(5)
@@ -473,7 +492,7 @@ def test_a_sequence_in_two_calls():
         (presets.memora(expansion=2, chunk_size=CHUNK, lag_token=True), {}),
         (presets.gated_deltanet(), {"log_value_retention": np.zeros((CHUNK, 16), np.float32)}),
         (presets.mesa(), {}),
-        (omega(1, algorithm=algorithms.muon()), {}),
+        (RULES["lact"], {}),
         (presets.titans(expansion=2, chunk_size=2), {}),
         (presets.titans(expansion=2, chunk_size=7), {}),
     ],
@@ -483,7 +502,7 @@ def test_a_sequence_in_two_calls():
         "lag token",
         "value channels, decay first",
         "least squares",
-        "a step of a whole chunk",
+        "norms of the start",
         "a chunk of 2",
         "a chunk of 7",
     ],

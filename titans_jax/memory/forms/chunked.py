@@ -81,7 +81,8 @@ class PreparedChunk:
     bool [1, 1], whether the last slot holds a token; None: it does. starts_document: bool, whether the chunk starts
     from the initial state; None without resets. first_gate: the gates of the only token of a chunk whose gradient is
     taken after its retention, else None. step_total: the sum of the step sizes of the chunk's tokens, [matrices], for
-    an algorithm that steps by chunks, else None.
+    an algorithm that steps by chunks, else None; in a kernel a row for each matrix, [matrices, 1, lanes], with those
+    that the open chunk had before.
     """
 
     matrices: tuple[IntraChunk | ChannelIntraChunk | GatheringChunk, ...] | Coefficients
@@ -151,9 +152,11 @@ class ChunkwiseGradient(ChunkAlgorithm):
         reads = rule.algorithm.read(rule.architecture, linears, params, to_state_dtype(tokens.queries))
         ends = zip(prepared.matrices, start.weights, momenta, found.inputs, found.deltas, strict=True)
         carried, momentum = zip(*(one.carry(self.backend, *parts, operand_dtype) for one, *parts in ends), strict=True)
-        total = None if prepared.step_total is None else start.step_total + prepared.step_total
+        total = prepared.step_total
+        if start.step_total is not None:
+            total = start.step_total + total
         end = ChunkEnd(carried, momentum, start.anchor, reads, prepared.is_full, total)
-        weights, reads = close_chunk(rule, params, end, tokens.queries)
+        weights, reads = close_chunk(rule, params, end, tokens.queries, self.backend.unrolled)
         end = MemoryState(weights, momentum if start.momentum else (), start.anchor, 0, step_total=total)
         own = len(found.surprise.loss) - len(reads)  # they follow the window's tokens before the chunk
         return ChunkResult(end, reads, jax.tree.map(lambda x: x[own:], found.surprise))

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 from titans_jax.memory.forms.chunk_algorithm import ChunkAlgorithm, ChunkResult, MemoryInputs, Tokens
 from titans_jax.memory.forms.decay import Coefficients, block_coefficients
-from titans_jax.memory.forms.intra_chunk import scale_matrix
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import MemoryState, Params, Surprise
@@ -30,6 +29,7 @@ from titans_jax.ops import solve_tril
 from titans_jax.ops.backend import BlockSize
 from titans_jax.ops.matmul import inner_products, matmul, to_state_dtype
 from titans_jax.ops.platform import SUBLANES
+from titans_jax.ops.whole_matrix import scale_matrix
 
 
 @jax.tree_util.register_dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from titans_jax.memory.rule.retentions import Slopes
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise
 from titans_jax.ops.matmul import matmul, outer_products, to_state_dtype
+from titans_jax.ops.whole_matrix import scale_matrix
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -177,16 +179,19 @@ def slopes_at(rule: MemoryRule, params: Params, carried: Matrices) -> Slopes:
     return rule.retention.slope(since_zero(rule, params, carried), params)
 
 
-def close_chunk(rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Array) -> tuple[Matrices, jax.Array]:
+def close_chunk(
+    rule: MemoryRule, params: Params, end: ChunkEnd, queries: jax.Array, unrolled: bool = False
+) -> tuple[Matrices, jax.Array]:
     """The carried matrices that a chunk passes on, and its reads. If its last slot holds a token, the chunk is over:
     the algorithm's step and `Retention.close` act on the carried matrices, and the last token reads the result. A
-    stale rule's reads, and those without one_slope, which have been closed already, stay as they are."""
+    stale rule's reads, and those without one_slope, which have been closed already, stay as they are. unrolled: see
+    `Algorithm.direction`."""
     if not changes_at_end(rule):
         return end.carried, end.reads
     over = True if end.is_full is None else end.is_full
-    stepped = chunk_step(rule, end.carried, end.momentum, end.step_total, queries.dtype)
+    stepped = chunk_step(rule, end.carried, end.momentum, end.step_total, queries.dtype, unrolled)
     closed = close(rule, params, stepped, end.anchor)
-    carried = tuple(jnp.where(over, new, old) for new, old in zip(closed, end.carried, strict=True))
+    carried = jax.tree.map(functools.partial(jnp.where, over), closed, end.carried)
     if rule.stale or not rule.retention.one_slope:
         return carried, end.reads
     last = read(rule, params, weights_at(rule, params, closed), queries[-1:])
@@ -209,20 +214,28 @@ def changes_at_end(rule: MemoryRule) -> bool:
 
 
 def chunk_step(
-    rule: MemoryRule, carried: Matrices, momentum: Matrices, step_total: jax.Array | None, operand_dtype: jnp.dtype
+    rule: MemoryRule,
+    carried: Matrices,
+    momentum: Matrices,
+    step_total: jax.Array | None,
+    operand_dtype: jnp.dtype,
+    unrolled: bool = False,
 ) -> Matrices:
     """The carried matrices after the step that a whole chunk takes at its end, if the algorithm has one: in the
-    direction of S, with the mean step size of its tokens."""
+    direction of S, with the mean step size of its tokens. step_total: [matrices], in a kernel a row for each."""
     if not rule.algorithm.steps_by_chunk:
         return carried
     sizes = step_total / rule.chunk_size
-    directions = (rule.algorithm.direction(step, operand_dtype) for step in momentum)
-    return tuple(c + sizes[i] * d for i, (c, d) in enumerate(zip(carried, directions, strict=True)))
+    # Of the arrays of matrices that a kernel keeps transposed, too.
+    directions = jax.tree.map(lambda step: rule.algorithm.direction(step, operand_dtype, unrolled), momentum)
+    moved = zip(carried, directions, strict=True)
+    return tuple(c + scale_matrix(jnp.atleast_2d(sizes[i]), d) for i, (c, d) in enumerate(moved))
 
 
 class ChunkEnd(NamedTuple):
     """A chunk's end before it is closed: the carried matrices, their momentum, its anchor, its reads [tokens,
-    head_dim], whether its last slot holds a token, bool [1, 1] (None: it does), and `MemoryState.step_total`."""
+    head_dim], whether its last slot holds a token, bool [1, 1] (None: it does), and `MemoryState.step_total` (see
+    `chunk_step`)."""
 
     carried: Matrices
     momentum: Matrices

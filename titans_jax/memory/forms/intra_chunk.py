@@ -19,6 +19,7 @@ from titans_jax.memory.gates import Gates
 from titans_jax.ops import channel_decay, channel_decay_pallas
 from titans_jax.ops.backend import Backend
 from titans_jax.ops.matmul import Transposed, concatenate_operands, inner_products, matmul, outer_products
+from titans_jax.ops.whole_matrix import scale_matrix
 
 
 @jax.tree_util.register_dataclass
@@ -162,14 +163,6 @@ def channel_coefficients(gates: Gates, i: int, log_retention: jax.Array, backend
     one = jax.vmap(functools.partial(coefficients, tile=backend.decay_tile), in_axes=(0, None, None, None))
     scalars = jax.tree.map(lambda x: x[:, None], (gates.log_momentum[..., i], gates.step_size[..., i], gates.mask))
     return jax.vmap(one)(jnp.swapaxes(log_retention, 1, 2)[:, :, None], *scalars)
-
-
-def scale_matrix(row: jax.Array, matrix):
-    """A matrix times the number that fills a row [1, lanes], repeated to its width: a kernel has no scalars."""
-    lanes = matrix.array.shape[1] if isinstance(matrix, Transposed) else matrix.shape[1]
-    if row.shape[1] > 1:
-        row = jnp.concatenate([row] * -(-lanes // row.shape[1]), axis=1)[:, :lanes]
-    return row * matrix
 
 
 def scale_channels(decay, matrix, axis: int):

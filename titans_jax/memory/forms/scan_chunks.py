@@ -79,7 +79,8 @@ class BlockLayout:
     """Inputs in blocks, leaves [blocks, tokens, ...].
 
     last: slot of the last token that is no padding (-1: none), None when blocks are full and no chunk stays open.
-    valid: whether padding and resets stand where the layout allows them; None: they do.
+    valid: whether padding and resets stand where the layout allows them; None: they do. step_totals: for the kernel of
+    an algorithm that steps by chunks, sums of each chunk's step sizes, [blocks, matrices].
     """
 
     inputs: MemoryInputs
@@ -87,6 +88,7 @@ class BlockLayout:
     offset: int | jax.Array
     last: jax.Array | None
     valid: jax.Array | None
+    step_totals: jax.Array | None = None
 
     def unplace(self, blocks: jax.Array) -> jax.Array:
         """[blocks, tokens, ...] back to [time, ...]."""

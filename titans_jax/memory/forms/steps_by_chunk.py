@@ -13,18 +13,20 @@ from titans_jax.memory.forms.intra_chunk import scalar_coefficients, since_learn
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.ops.backend import Backend
-from titans_jax.ops.matmul import matmul
+from titans_jax.ops.matmul import Transposed, matmul
+from titans_jax.ops.whole_matrix import scale_matrix
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GatheringChunk:
-    """The counterpart of `IntraChunk` for these rules: beta [tokens, 1]; the last token's p [1, 1] and N [1, tokens],
-    in which the columns of a window's tokens before the chunk come first (see `Coefficients`)."""
+    """The counterpart of `IntraChunk` for these rules: beta [tokens, 1]; N [1, tokens], in which the columns of a
+    window's tokens before the chunk come first (see `Coefficients`). ends: the last token's beta and p, [2, 1 or more
+    equal numbers]."""
 
     beta: jax.Array
-    p: jax.Array
     N: jax.Array
+    ends: jax.Array
 
     def read(self, x, start, momentum, inner, deltas, learned, operand_dtype):
         """x_t times the matrix after token t, [tokens, out]: what is left of the matrix at the chunk's start."""
@@ -32,15 +34,17 @@ class GatheringChunk:
 
     def carry(self, backend: Backend, start, momentum, inner, deltas, operand_dtype):
         """The matrix after the last token, before the chunk's step, and S."""
-        (pushed,) = backend.weighted_outer_products([self.N], inner, deltas, operand_dtype)
-        return self.beta[-1:] * start, self.p * momentum + pushed
+        transposed = isinstance(start, Transposed)
+        (pushed,) = backend.weighted_outer_products([self.N], inner, deltas, operand_dtype, transposed)
+        return scale_matrix(self.ends[:1], start), scale_matrix(self.ends[1:], momentum) + pushed
 
 
 def gathering_chunks(rule: MemoryRule, gates: Gates, backend: Backend) -> tuple[GatheringChunk, ...]:
     """One per fast matrix, leaves [chunks, ...], from gates [chunks, tokens, ...] (see `intra_chunks`)."""
     gates = momentum_of_chunk(rule, gates, first_of_chunk(gates))
     c = scalar_coefficients(gates, backend.decay_tile)
-    return tuple(GatheringChunk(c.beta[:, i], c.p[:, i, -1:], c.N[:, i]) for i in range(c.beta.shape[1]))
+    ends = jnp.concatenate([c.beta[:, :, -1:], c.p[:, :, -1:]], axis=2)
+    return tuple(GatheringChunk(c.beta[:, i], c.N[:, i], ends[:, i]) for i in range(c.beta.shape[1]))
 
 
 def first_of_chunk(gates: Gates) -> jax.Array:

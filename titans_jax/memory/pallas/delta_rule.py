@@ -49,7 +49,7 @@ class KernelDeltaRule(KernelAlgorithm):
 
     def unpack(self, chunk: Chunks, asked: Asked, restarts: bool) -> UnpackedChunk:
         layout = RowLayout(1, self.rule.algorithm.has_momentum, restarts, flags=restarts + asked.anchor)
-        (c,), _, flags = unpack_rows(chunk.rows, layout, chunk.keys.dtype)
+        (c,), _, flags, _ = unpack_rows(chunk.rows, layout, chunk.keys.dtype)
         columns = [row.T for row in flags]
         starts = columns[0] > 0 if restarts else None
         open_at = columns[-1] if asked.anchor else None

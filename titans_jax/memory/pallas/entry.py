@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
-from titans_jax.memory.forms.scan_chunks import final_state, lay_out, starts_chunk, with_window
+from titans_jax.memory.forms.scan_chunks import BlockLayout, final_state, lay_out, starts_chunk, with_window
+from titans_jax.memory.forms.steps_by_chunk import step_totals
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.pallas import kernels
 from titans_jax.memory.pallas.chunkwise_gradient import KernelChunkwiseGradient
@@ -49,8 +50,8 @@ def memorize(
             f"form is 'fused': its kernel does not run {rule.retention} of {rule.algorithm} with these gates and "
             f"chunk_size {rule.chunk_size} on {rule.architecture}: no polynomial features, no retention of channels "
             "with momentum, of value channels before the error, with a lag token, an arctan, the norms of the learned "
-            "start or weights of every token's own, no least squares, no step of a whole chunk, no stale reads, and no "
-            "chunk of 2 to 7 tokens; use form='chunked'."
+            "start or weights of every token's own, no least squares, no stale reads, and no chunk of 2 to 7 tokens; "
+            "use form='chunked'."
         )
     size = rule.chunk_size
     layout = lay_out(size, algorithm.block_tokens, state, inputs)
@@ -61,6 +62,9 @@ def memorize(
         inputs = dataclasses.replace(inputs, gates=gates)
         layout = dataclasses.replace(layout, inputs=inputs)
     layout, window = with_window(rule, layout, state, initial)
+    if rule.algorithm.steps_by_chunk:  # with those that the open chunk had before
+        totals = step_totals(rule, layout.inputs.gates).at[0].add(state.step_total)
+        layout = dataclasses.replace(layout, step_totals=totals)
     asked = Asked(options.with_surprise, options.with_anchor and layout.last is not None and size > 1)
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(
@@ -81,8 +85,16 @@ def memorize(
     if asked.anchor:
         anchor = jax.tree.map(lambda new, old: jnp.where(layout.last < 0, old, new), anchor, state.anchor)
     after = final_state(size, layout, state, weights, momentum, anchor if asked.anchor else weights)
-    after = dataclasses.replace(after, window=window)
+    after = dataclasses.replace(after, window=window, step_total=open_total(layout, after, size))
     return MemoryOutputs(layout.unplace(found.reads), after, surprise)
+
+
+def open_total(layout: BlockLayout, after: MemoryState, chunk_size: int) -> jax.Array | None:
+    """`MemoryState.step_total` of the state after a layout's last token."""
+    if layout.step_totals is None:
+        return None
+    last = layout.step_totals[0 if layout.last is None else jnp.maximum(layout.last, 0) // chunk_size]
+    return jnp.where(after.position == 0, 0, last)
 
 
 def choose_algorithm(rule: MemoryRule, gates: Gates) -> KernelAlgorithm | None:

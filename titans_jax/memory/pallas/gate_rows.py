@@ -23,32 +23,43 @@ from titans_jax.memory.gates import Gates
 
 class RowLayout(NamedTuple):
     """What the rows hold. matrices: how many matrices have gates. has_momentum: whether these include momentum.
-    restarts: whether documents may start inside a block. flags: how many further rows come last."""
+    restarts: whether documents may start inside a block. flags: how many further rows come last. step_totals: whether
+    there are sums of step sizes."""
 
     matrices: int
     has_momentum: bool
     restarts: bool
     flags: int
+    step_totals: bool = False
 
 
 class UnpackedRows(NamedTuple):
     """The coefficients of one block for every matrix; mask: [1, tokens], False at padding, or None; flags: the further
-    rows, [1, tokens] each."""
+    rows, [1, tokens] each; step_totals: sums of step sizes, a column of equal numbers [tokens, 1] for each matrix, or
+    none."""
 
     coefficients: list[Coefficients]
     mask: jax.Array | None
     flags: list[jax.Array]
+    step_totals: list[jax.Array]
 
 
-def pack_rows(gates: Gates, flags: list[jax.Array], resets: jax.Array | None = None) -> jax.Array:
+def pack_rows(
+    gates: Gates,
+    flags: list[jax.Array],
+    resets: jax.Array | None = None,
+    step_totals: jax.Array | None = None,
+) -> jax.Array:
     """Gates [blocks, tokens, matrices], their padding, and flags of blocks or of their tokens, as rows [blocks, n,
-    tokens]. resets: [blocks, tokens], if documents may start inside a block."""
+    tokens]. resets: [blocks, tokens], if documents may start inside a block. step_totals: [blocks, matrices], if any.
+    """
     by_matrix = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2)[:, :, None], gates.scalars())
     mask, resets = jax.tree.map(lambda x: x[:, None], (gates.mask, resets))
     of_matrices = jax.vmap(cumulative_gates, in_axes=(0, 0, 0, None, None))
     *both, step_size = jax.vmap(of_matrices)(*by_matrix, mask, resets)
     sums = [x for gate in both if gate is not None for x in (gate.total, gate.reach, gate.first, gate.document_start)]
     rows = [x for x in sums if x is not None] + [step_size]
+    rows += [] if step_totals is None else [step_totals[:, :, None, None]]
     rows = [jnp.broadcast_to(x, step_size.shape)[:, :, 0] for x in rows]
     flags = ([] if mask is None else [mask]) + [jnp.reshape(x, (len(x), 1, -1)) for x in flags]
     shape = len(step_size), 1, step_size.shape[-1]
@@ -60,8 +71,9 @@ def unpack_rows(rows: jax.Array, layout: RowLayout, operand_dtype) -> UnpackedRo
     matrices = layout.matrices
     sums = 4 if layout.restarts else 3
     kinds = sums * (1 + layout.has_momentum) + 1
-    columns = rows[: kinds * matrices].T
-    flags = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(kinds * matrices, len(rows))]
+    numbers = kinds + layout.step_totals
+    columns = rows[: numbers * matrices].T
+    flags = [jax.lax.stop_gradient(rows[i : i + 1]) for i in range(numbers * matrices, len(rows))]
     mask = flags.pop(0) > 0 if len(flags) > layout.flags else None
     row = lambda k: rows[k : k + 1]  # noqa: E731
 
@@ -74,7 +86,8 @@ def unpack_rows(rows: jax.Array, layout: RowLayout, operand_dtype) -> UnpackedRo
         at = range(i, kinds * matrices, matrices)
         momentum = gate(*at[sums : 2 * sums]) if layout.has_momentum else None
         found.append(tile_coefficients(gate(*at[:sums]), momentum, row(at[-1]), mask, operand_dtype))
-    return UnpackedRows(found, mask, flags)
+    totals = [columns[:, i : i + 1] for i in range(kinds * matrices, numbers * matrices)]
+    return UnpackedRows(found, mask, flags, totals)
 
 
 def pack_window(rows: jax.Array, gates: Gates, written: int) -> jax.Array:

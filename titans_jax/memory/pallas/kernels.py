@@ -47,16 +47,17 @@ class KernelSize(NamedTuple):
     tokens: that all heads write. Heads' matrix products are independent, so others run during one head's latency.
     lanes: values per token and per row or column, whichever are more, of every fast matrix. matrices: copies of a
     head's matrices, where their retention is not linear. sums: of log gates, per level of halving, token, channel and
-    side with channel-wise retention.
+    side with channel-wise retention. directions: copies of a head's matrices, where whole chunks step.
     """
 
     tokens: int
     lanes: int
     matrices: int
     sums: int
+    directions: int
 
 
-FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1), KernelSize(1024, 27, 3, 2)
+FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1, 3), KernelSize(1024, 27, 3, 2, 12)
 
 
 def grid_steps(rule: MemoryRule, chunks: Chunks, start: HeadState, neighbours: int, size: KernelSize) -> Steps:
@@ -70,6 +71,7 @@ def grid_steps(rule: MemoryRule, chunks: Chunks, start: HeadState, neighbours: i
     written = chunks.keys.shape[2]  # with those of a window before the chunk
     needed = [(written, max(shape)) for shape in shapes] * size.lanes
     needed += shapes * (0 if rule.retention.linear else size.matrices)
+    needed += shapes * (size.directions if rule.algorithm.steps_by_chunk else 0)
     needed += [(tokens, head_dim)] * (sides * recursive_blocks.levels(tokens) * size.sums)
     head_bytes = sum(tiled_bytes(shape, jnp.float32) for shape in needed)
     heads = min(size.tokens // written, MOST_HEADS)

@@ -84,9 +84,10 @@ class Algorithm:
         """Whether the algorithm weighs tokens as a whole, so that no gate may differ between channels."""
         return self.window > 1 or self.steps_by_chunk
 
-    def direction(self, step: jax.Array, operand_dtype: jnp.dtype) -> jax.Array:
+    def direction(self, step: jax.Array, operand_dtype: jnp.dtype, unrolled: bool = False) -> jax.Array:
         """The direction in which S [in, out] changes a fast matrix: S itself, except for rules that step by chunks,
-        whose change is this direction times a step size."""
+        whose change is this direction times a step size. That of S transposed must be the direction transposed, as a
+        kernel keeps some matrices so. unrolled: without loops, of which a kernel has no gradient."""
         return step
 
     def shapes(self, architecture: Architecture, head_dim: int) -> Shapes:
@@ -201,8 +202,8 @@ class Muon(Algorithm):
                 f"coefficients is {self.coefficients!r}: it must be {' or '.join(map(repr, COEFFICIENTS))}."
             )
 
-    def direction(self, step: jax.Array, operand_dtype: jnp.dtype) -> jax.Array:
-        return newton_schulz(step, operand_dtype, self.coefficients)
+    def direction(self, step: jax.Array, operand_dtype: jnp.dtype, unrolled: bool = False) -> jax.Array:
+        return newton_schulz(step, operand_dtype, self.coefficients, unrolled)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from titans_jax.memory.rule.capabilities import drop_inherited
 from titans_jax.memory.rule.simplex import check_size, simplex_size, simplex_start_size, start_logits
 from titans_jax.ops.bisection import bisect
 from titans_jax.ops.softmax import softmax
+from titans_jax.ops.whole_matrix import norm
 from titans_jax.registry import Registry
 
 EPSILON = 1e-6
@@ -428,18 +429,6 @@ class BregmanLogit(Retention):
 
     def weights(self, carried: Matrices, params: Params) -> Matrices:
         return tuple(jax.nn.sigmoid(z) for z in carried)
-
-
-def norm(matrix: jax.Array, q: float) -> jax.Array:
-    """||matrix||_q over all entries, as a row, with a finite gradient at 0; the largest entry is divided out."""
-    largest = jax.lax.stop_gradient(jnp.maximum(over_all(jnp.max, jnp.abs(matrix)), 1e-30))
-    return largest * (over_all(jnp.sum, jnp.abs(matrix / largest) ** q) + 1e-30) ** (1 / q)
-
-
-def over_all(reduce: Callable, matrix: jax.Array) -> jax.Array:
-    """jnp.sum or jnp.max of all entries, repeated along a row [1, out]: a TPU kernel has no [1, 1] array, nor its
-    gradient."""
-    return reduce(jnp.broadcast_to(reduce(matrix, axis=1, keepdims=True), matrix.shape), axis=0, keepdims=True)
 
 
 decay, elastic_net, ftrl_elastic_net, norm_power, lq = Decay, ElasticNet, FtrlElasticNet, NormPower, Lq
