@@ -40,6 +40,7 @@ SIZES_OF = {
     (*LATER, *ATLAS): TABLE,
     HOPE: ("760m", "1b"),
     ("lact",): ("170m", "340m", "760m"),
+    ("memory_caching",): ("760m", "1b"),
     ("mamba3_mimo",): ("1b",),
     ("log_linear_mamba2", "log_linear_gated_deltanet"): ("760m",),
 }
@@ -64,7 +65,7 @@ def test_all_are_there():
     others |= {"tnt_small", "tnt_150m", "transformer_small", "retrofit_small"}
     others |= {"log_linear_mamba2_small", "log_linear_gated_deltanet_small"}
     assert set(CONFIGS) == papers | rest | others
-    assert (len(papers), len(rest)) == (20 + 30 + 72 + 44 + 4 + 3 + 1 + 2, 3 + 16 + len(AFTER))
+    assert (len(papers), len(rest)) == (20 + 30 + 72 + 44 + 4 + 3 + 2 + 1 + 2, 3 + 16 + len(AFTER))
     assert set(CONFIGS) == {*STATED, "quickstart"}
 
 
@@ -95,7 +96,9 @@ def test_models_of_a_size_have_as_many_parameters(size):
     assert counts == pytest.approx([named] * len(counts), rel=0.05)
 
 
-@pytest.mark.parametrize("family", ["titans", "miras", "atlas", "tnt", "hope", "baselines", "mamba", "later", "lact"])
+@pytest.mark.parametrize(
+    "family", ["titans", "miras", "atlas", "tnt", "hope", "baselines", "mamba", "later", "lact", "memory_caching"]
+)
 def test_the_table_of_sizes_in_a_docstring_is_true(family):
     """A line of it: size, blocks, width, heads, of which width, tokens, steps, TPU slice, rows at a time on a chip."""
     docstring = ast.get_docstring(ast.parse(TEXTS[family]))

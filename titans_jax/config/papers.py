@@ -131,6 +131,14 @@ def log_linear(preset: str, size: str, levels: int) -> Config:
     return experiment(size, ("lmm",), memory, num_persistent=0, start=0, rows=rows)
 
 
+def memory_caching(size: str) -> Config:
+    """Titans' LMM with Memory Caching (arXiv 2602.24281, by secondary notes): a memory kept every 256 tokens, all of
+    them read by gates."""
+    memory = MemoryConfig(caching="gated", cache_segment=256)
+    rows = 132 + SIZES[size].dim  # as Titans has, and the matrix of the scores
+    return experiment(size, ("lmm",), memory, num_persistent=128, rows=rows)
+
+
 def mamba3_mimo(size: str) -> Config:
     """Mamba-3 with four keys, queries and values a token (arXiv 2603.15569), with the training of the other
     baselines."""
