@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from drawn_layers import PERSISTENT, close_to, kinds, layer_of, row, with_memory
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from titans_jax.config import MemoryConfig, ModelConfig
 from titans_jax.layers import CachedMemory, NeuralMemory
@@ -242,3 +243,14 @@ def test_the_average_needs_no_parameters():
     assert type(plain) is NeuralMemory and type(cached) is CachedMemory
     shapes = lambda layer: jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(nnx.state(layer)))  # noqa: E731
     assert shapes(plain) == shapes(cached)
+
+
+def test_no_gradient_puts_zeros_between_tokens():
+    """The compiler of libtpu 0.0.40 ends itself at the gradient of a slice with a step, for heads of 64 and more."""
+    layer = layer_of(configured("gated"))
+    pending, pads = [jax.make_jaxpr(jax.grad(lambda x: jnp.sum(row(layer, x))))(inputs()).jaxpr], []
+    while pending:
+        for equation in pending.pop().eqns:
+            pads += [equation.params["padding_config"]] if equation.primitive.name == "pad" else []
+            pending += jaxprs_in_params(equation.params)
+    assert pads and all(interior == 0 for config in pads for *_, interior in config)
