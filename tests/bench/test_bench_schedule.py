@@ -71,7 +71,7 @@ def test_schedules_are_of_the_rule_that_models_have():
     [
         ("--topologies v6f:2x2", "there is no topology v6f:2x2"),
         ("--chunk_sizes 32", "chunk_sizes has 32; use any of 16, 64, 256"),
-        ("--preset gla", "preset is 'gla'; use one of ttt_mlp, titans, moneta, yaad"),
+        ("--preset gla", "preset is 'gla'; use one of ttt_mlp, titans, omeganet, moneta, yaad, atlas"),
     ],
 )
 def test_what_is_not_there_is_refused_in_a_sentence(arguments, sentence, capsys):
