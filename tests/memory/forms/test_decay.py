@@ -179,13 +179,13 @@ def test_block_coefficients_are_those_of_every_block_and_matrix():
             assert_coefficients(one, *recurrence(*own, mask[block], resets[block]), own[1])
 
 
-def test_momentum_in_weights_of_bfloat16_operands():
+def test_product_of_coefficients_of_bfloat16_operands():
     """The product keeps about twice the digits of its operands' dtype."""
     generator = np.random.default_rng(6)
     kept, carried = (np.tril(generator.uniform(0.1, 1, (32, 32))).astype(np.float32) for _ in range(2))
     exact = kept.astype(np.float64) @ carried
     errors = {
-        dtype: np.max(np.abs(decay.momentum_in_weights(jnp.asarray(kept), jnp.asarray(carried), dtype) - exact))
+        dtype: np.max(np.abs(decay.product_of_coefficients(jnp.asarray(kept), jnp.asarray(carried), dtype) - exact))
         / np.max(exact)
         for dtype in (jnp.float32, jnp.bfloat16)
     }

@@ -380,6 +380,17 @@ def test_forgetting_to_the_start(rule):
     check(rule, HEADS, time=3 * CHUNK, head_dim=16, position=3)
 
 
+def two_rows():
+    """Flags of a row of documents, and of a row whose state arrives inside a chunk, which one is known only when it
+    runs, and whose end is padding, which spans a whole chunk and some."""
+    time = 3 * CHUNK
+    flags = {"position": np.array([0, 5], np.int32), "resets": np.zeros((2, time), bool)}
+    flags["resets"][0, CHUNK] = True
+    flags["mask"] = np.ones((2, time), bool)
+    flags["mask"][1, CHUNK + 5 :] = False
+    return flags
+
+
 def omega(window, **options):
     """A memory whose steps sum a window of tokens."""
     rule = presets.omeganet(window, expansion=2, chunk_size=CHUNK)
@@ -393,14 +404,8 @@ def omega(window, **options):
     ids=["whole chunk", "momentum", "two tokens"],
 )
 def test_windows_of_tokens(rule):
-    """A row of documents, of which one starts with a chunk and its window with no token; a row whose window arrives
-    with its state, inside a chunk, and whose end is padding."""
-    time = 3 * CHUNK
-    flags = {"position": np.array([0, 5], np.int32), "resets": np.zeros((2, time), bool)}
-    flags["resets"][0, CHUNK] = True
-    flags["mask"] = np.ones((2, time), bool)
-    flags["mask"][1, CHUNK + 5 :] = False
-    check(rule, HEADS, FLOAT64, flags=flags, head_dim=16)
+    """A document's window starts with no token; the other row's arrives with its state."""
+    check(rule, HEADS, FLOAT64, flags=two_rows(), head_dim=16)
 
 
 @pytest.mark.slow
@@ -410,14 +415,8 @@ def test_windows_of_tokens(rule):
     ids=["windows", "momentum of whole chunks"],
 )
 def test_steps_of_whole_chunks(algorithm):
-    """A row of documents; a row whose state arrives inside a chunk, with the steps that it has gathered, and whose end
-    is padding."""
-    time = 3 * CHUNK
-    flags = {"position": np.array([0, 5], np.int32), "resets": np.zeros((2, time), bool)}
-    flags["resets"][0, CHUNK] = True
-    flags["mask"] = np.ones((2, time), bool)
-    flags["mask"][1, CHUNK + 5 :] = False
-    check(omega(1, algorithm=algorithm, forget_to_start=True), HEADS, FLOAT64, flags=flags, head_dim=16)
+    """The state that arrives inside a chunk brings the steps that it has gathered."""
+    check(omega(1, algorithm=algorithm, forget_to_start=True), HEADS, FLOAT64, flags=two_rows(), head_dim=16)
 
 
 @pytest.mark.slow
@@ -442,14 +441,7 @@ def test_documents():
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [titans(), presets.moneta(expansion=2, chunk_size=CHUNK)], ids=["titans", "moneta"])
 def test_documents_and_padding_from_inside_a_chunk(rule):
-    """A row of documents, and a row whose state arrives inside a chunk, which one is known only when it runs, and whose
-    end is padding, which spans a whole chunk and some."""
-    time = 3 * CHUNK
-    flags = {"position": np.array([0, 5], np.int32), "resets": np.zeros((2, time), bool)}
-    flags["resets"][0, CHUNK] = True
-    flags["mask"] = np.ones((2, time), bool)
-    flags["mask"][1, CHUNK + 5 :] = False
-    check(rule, HEADS, flags=flags, head_dim=16)
+    check(rule, HEADS, flags=two_rows(), head_dim=16)
 
 
 @pytest.mark.slow

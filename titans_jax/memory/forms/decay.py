@@ -129,7 +129,7 @@ def tile_coefficients(
     if momentum is None:
         return Coefficients(beta, None, None, kept * -step_size, None, restart)
     carried = gate_products(momentum)
-    pushed = momentum_in_weights(kept if mask is None else jnp.where(mask, kept, 0), carried, operand_dtype)
+    pushed = product_of_coefficients(kept if mask is None else jnp.where(mask, kept, 0), carried, operand_dtype)
     f, p = (x[:, :1] * momentum.first for x in (pushed, carried))
     restart = restart and (
         restart[0], since_document_start(pushed, momentum), since_document_start(carried, momentum)
@@ -150,21 +150,22 @@ def since_document_start(products: Float[Array, "tokens tokens"], gate: Cumulati
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def momentum_in_weights(kept, carried, operand_dtype):
-    """kept @ carried: how one token's momentum weighs in another's weights. Plain products suffice for its gradient."""
+def product_of_coefficients(kept, carried, operand_dtype):
+    """kept @ carried: how one token's momentum, or its sum over a window, weighs in another's weights. Plain products
+    suffice for its gradient."""
     return matmul_three_pass(kept, carried, operand_dtype)
 
 
-def momentum_in_weights_forward(kept, carried, operand_dtype):
-    return momentum_in_weights(kept, carried, operand_dtype), (kept, carried)
+def product_of_coefficients_forward(kept, carried, operand_dtype):
+    return product_of_coefficients(kept, carried, operand_dtype), (kept, carried)
 
 
-def momentum_in_weights_backward(operand_dtype, operands, cotangent):
+def product_of_coefficients_backward(operand_dtype, operands, cotangent):
     kept, carried = operands
     return inner_products(cotangent, carried, operand_dtype), outer_products(kept, cotangent, operand_dtype)
 
 
-momentum_in_weights.defvjp(momentum_in_weights_forward, momentum_in_weights_backward)
+product_of_coefficients.defvjp(product_of_coefficients_forward, product_of_coefficients_backward)
 
 
 def join_tiles(tiles: Coefficients) -> Coefficients:

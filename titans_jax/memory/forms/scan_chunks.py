@@ -35,7 +35,7 @@ def scan_blocks(
     """Prepare groups of blocks and step from block to block."""
     between_chunks = starts_chunk(state)
     rule, chunk_size, size = algorithm.rule, algorithm.rule.chunk_size, algorithm.block_size
-    layout, window = with_window(rule, lay_out(chunk_size, size.tokens, state, inputs), state, initial)
+    layout = with_window(rule, lay_out(chunk_size, size.tokens, state, inputs), state, initial)
     initial = None if initial is None else dataclasses.replace(initial, window=None)
 
     def step(carry, block):
@@ -65,12 +65,8 @@ def scan_blocks(
     carry, (reads, surprise) = scan_groups(scan, size, carry, layout.inputs)
     surprise = jax.tree.map(layout.unplace, surprise)
     weights, momentum, opened = carry
-    anchor, total = (None, None) if opened is None else opened
-    after = final_state(chunk_size, layout, state, weights, momentum, anchor)
-    if state.step_total is not None:
-        closed = jnp.zeros_like(state.step_total)
-        total = closed if opened is None else jnp.where(after.position == 0, closed, total)
-    after = dataclasses.replace(after, window=window, step_total=total)
+    anchor, total = (None, state.step_total) if opened is None else opened
+    after = final_state(chunk_size, layout, state, weights, momentum, anchor, total)
     return MemoryOutputs(layout.reads(reads), after, surprise)
 
 
@@ -79,8 +75,9 @@ class BlockLayout:
     """Inputs in blocks, leaves [blocks, tokens, ...].
 
     last: slot of the last token that is no padding (-1: none), None when blocks are full and no chunk stays open.
-    valid: whether padding and resets stand where the layout allows them; None: they do. step_totals: for the kernel of
-    an algorithm that steps by chunks, sums of each chunk's step sizes, [blocks, matrices].
+    valid: whether padding and resets stand where the layout allows them; None: they do. window: that after the last
+    token, for an algorithm with one. step_totals: for the kernel of an algorithm that steps by chunks, sums of each
+    chunk's step sizes, [blocks, matrices].
     """
 
     inputs: MemoryInputs
@@ -88,6 +85,7 @@ class BlockLayout:
     offset: int | jax.Array
     last: jax.Array | None
     valid: jax.Array | None
+    window: WindowTokens | None = None
     step_totals: jax.Array | None = None
 
     def unplace(self, blocks: jax.Array) -> jax.Array:
@@ -130,15 +128,12 @@ def lay_out(chunk_size: int, block_size: int, state: MemoryState, inputs: Memory
     return BlockLayout(jax.tree.map(functools.partial(to_blocks, block_size), placed), time, offset, last, valid)
 
 
-def with_window(
-    rule: MemoryRule, layout: BlockLayout, state: MemoryState, initial: MemoryState | None
-) -> tuple[BlockLayout, WindowTokens | None]:
-    """(layout whose keys, values and step sizes begin with the window before each chunk, the window after the last
-    token); without a window the layout itself, and None."""
+def with_window(rule: MemoryRule, layout: BlockLayout, state: MemoryState, initial: MemoryState | None) -> BlockLayout:
+    """The layout whose keys, values and step sizes begin with the window before each chunk; without a window itself."""
     if rule.algorithm.window == 1:
-        return layout, None
-    layout = dataclasses.replace(layout, inputs=add_window(rule, layout.inputs, layout.offset, state, initial))
-    return layout, last_window(rule, layout.inputs, layout.last, state)
+        return layout
+    inputs = add_window(rule, layout.inputs, layout.offset, state, initial)
+    return dataclasses.replace(layout, inputs=inputs, window=last_window(rule, inputs, layout.last, state))
 
 
 def starts_chunk(state: MemoryState) -> bool:
@@ -171,11 +166,20 @@ def rematerialised(function):
 
 
 def final_state(
-    chunk_size: int, layout: BlockLayout, state: MemoryState, weights: Matrices, momentum: Matrices, anchor: Matrices
+    chunk_size: int,
+    layout: BlockLayout,
+    state: MemoryState,
+    weights: Matrices,
+    momentum: Matrices,
+    anchor: Matrices,
+    step_total: jax.Array | None,
 ) -> MemoryState:
-    """The state to return: at a chunk's start after whole chunks, else in one, with the anchor that the scan kept."""
+    """The state to return: at a chunk's start after whole chunks, else in one, with the anchor and the `step_total` of
+    the chunk that stays open."""
     if layout.last is None:
-        return MemoryState(weights, momentum, weights, 0)
+        step_total = None if step_total is None else jnp.zeros_like(step_total)
+        return MemoryState(weights, momentum, weights, 0, layout.window, step_total)
     position = jnp.where(layout.last < 0, state.position, (layout.last + 1) % chunk_size)
     anchor = jax.tree.map(lambda w, a: jnp.where(position == 0, w, a), weights, anchor)
-    return MemoryState(weights, momentum, anchor, position.astype(jnp.int32))
+    step_total = None if step_total is None else jnp.where(position == 0, 0, step_total)
+    return MemoryState(weights, momentum, anchor, position.astype(jnp.int32), layout.window, step_total)

@@ -54,7 +54,7 @@ class KernelChunkwiseGradient(KernelAlgorithm):
         rule, gates, resets = self.rule, layout.inputs.gates, layout.inputs.resets
         flags = [] if resets is None else [resets[:, 0]]
         if asked.anchor:
-            flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // self.rule.chunk_size)
+            flags.append(jnp.arange(len(gates.step_size), dtype=jnp.int32) == layout.last // rule.chunk_size)
         gates = momentum_of_chunk(rule, gates, first_of_chunk(gates))
         windows = rule.algorithm.window > 1
         rows = pack_rows(unit_steps(gates) if windows else gates, flags, step_totals=layout.step_totals)

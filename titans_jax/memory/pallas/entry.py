@@ -61,7 +61,7 @@ def memorize(
         gates = dataclasses.replace(gates, step_size=jnp.where(layout.valid, gates.step_size, jnp.nan))
         inputs = dataclasses.replace(inputs, gates=gates)
         layout = dataclasses.replace(layout, inputs=inputs)
-    layout, window = with_window(rule, layout, state, initial)
+    layout = with_window(rule, layout, state, initial)
     if rule.algorithm.steps_by_chunk:  # with those that the open chunk had before
         totals = step_totals(rule, layout.inputs.gates).at[0].add(state.step_total)
         layout = dataclasses.replace(layout, step_totals=totals)
@@ -84,17 +84,16 @@ def memorize(
     (weights, momentum), anchor = upright((found.end, found.anchor))
     if asked.anchor:
         anchor = jax.tree.map(lambda new, old: jnp.where(layout.last < 0, old, new), anchor, state.anchor)
-    after = final_state(size, layout, state, weights, momentum, anchor if asked.anchor else weights)
-    after = dataclasses.replace(after, window=window, step_total=open_total(layout, after, size))
+    anchor = anchor if asked.anchor else weights
+    after = final_state(size, layout, state, weights, momentum, anchor, last_total(layout, size))
     return MemoryOutputs(layout.unplace(found.reads), after, surprise)
 
 
-def open_total(layout: BlockLayout, after: MemoryState, chunk_size: int) -> jax.Array | None:
-    """`MemoryState.step_total` of the state after a layout's last token."""
+def last_total(layout: BlockLayout, chunk_size: int) -> jax.Array | None:
+    """The sum of the step sizes of the chunk that has a layout's last token."""
     if layout.step_totals is None:
         return None
-    last = layout.step_totals[0 if layout.last is None else jnp.maximum(layout.last, 0) // chunk_size]
-    return jnp.where(after.position == 0, 0, last)
+    return layout.step_totals[-1 if layout.last is None else jnp.maximum(layout.last, 0) // chunk_size]
 
 
 def choose_algorithm(rule: MemoryRule, gates: Gates) -> KernelAlgorithm | None:

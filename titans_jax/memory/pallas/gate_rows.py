@@ -14,7 +14,7 @@ from titans_jax.memory.forms.decay import (
     Coefficients,
     CumulativeGate,
     cumulative_gates,
-    momentum_in_weights,
+    product_of_coefficients,
     tile_coefficients,
 )
 from titans_jax.memory.forms.omega_window import of_sums, window_matrix
@@ -111,6 +111,6 @@ def unpack_window(rows: jax.Array, layout: RowLayout, tokens: int, operand_dtype
 
     def summed(c: Coefficients, i: int) -> Coefficients:
         times = sums * step_size[i : i + 1]
-        return of_sums(c, lambda x: momentum_in_weights(x, times, operand_dtype))
+        return of_sums(c, lambda x: product_of_coefficients(x, times, operand_dtype))
 
     return found._replace(coefficients=[summed(c, i) for i, c in enumerate(found.coefficients)])
