@@ -188,6 +188,23 @@ def test_without_an_estimate_it_says_what_a_chip_holds(file, capsys):
     assert "headroom" in said and "estimate" not in said
 
 
+def test_a_kernel_that_does_not_fit_is_told_in_a_sentence():
+    """Of what libtpu 0.0.40 said of heads of 256, shortened."""
+    said = (
+        "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating "
+        "on stack for %memorize_backward.3 = (bf16[1,8,16,2048]{3,2,1,0:T(8,128)(2,1)}) custom-call(%bitcast.3985).\n"
+        "Scoped allocation with size 110.26M and limit 102.40M exceeded scoped vmem limit by 7.86M. It should not be"
+    )
+    refused = compile_module._refusal(
+        RuntimeError(said), with_model(TRANSFORMER, head_dim=256), find_topology("v5e:1x1")
+    )
+    assert str(refused) == (
+        "model.head_dim is 256, with which the kernel memorize_backward needs 110.26 MiB of a core's VMEM on v5e:1x1, "
+        "where it may use 102.40; use a smaller one, or model.memory.form chunked"
+    )
+    assert not isinstance(refused, DoesNotFit)  # no other number of rows would help
+
+
 @pytest.mark.parametrize(
     "remat, rows_that_fit, advice",
     [

@@ -4,7 +4,7 @@
     reads_t = aggregation of M(1)(q_t), .., M(s-1)(q_t), M_t(s)(q_t)    titans_jax.memory.caching
     y = (rms_norm(reads) * silu(x W_g)) W_o                             as without caches
 
-A whole row is written segment by segment, by a scan, and then read at once, with gradients through all that was kept.
+A whole row is written and then read at once, with gradients through all that was kept.
 Streaming keeps memories in an array of fixed size. Which ones a token reads, all of them or logarithmically many, is
 decided in memory/cache_segments.py. How we read the paper: memory/later_models.md, Memory Caching.
 
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax import memory
 from titans_jax.config import ModelConfig, cache_aggregation
@@ -33,15 +34,15 @@ from titans_jax.layers.cache_shares import (
     shares_of,
 )
 from titans_jax.layers.document_layout import Documents, aligned
-from titans_jax.layers.head_inputs import HeadInputs
+from titans_jax.layers.head_reads import READS
 from titans_jax.layers.memory_report import memory_report, weights_read
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.prediction_gate import Reads
 from titans_jax.layers.projections import projection
-from titans_jax.layers.segments import flags_like, from_segments, report_of_tokens, to_segments
+from titans_jax.layers.segments import from_segments, report_of_tokens
 from titans_jax.memory.cache_segments import CACHE_SEGMENTS, Extended, Levels
 from titans_jax.memory.caching import read_together
-from titans_jax.memory.state import Matrices, WindowTokens
+from titans_jax.memory.state import Carried, Matrices
 from titans_jax.ops.matmul import wide_dtype
 
 
@@ -52,25 +53,6 @@ class Pools(NamedTuple):
     means: jax.Array
     total: jax.Array
     opening: jax.Array
-
-
-class Carried(NamedTuple):
-    """What a memory carries from one chunk to the next: the fields of a `MemoryState` at a chunk's start that are not
-    known there."""
-
-    weights: Matrices
-    momentum: Matrices
-    window: WindowTokens | None
-    step_total: jax.Array | None
-
-    @classmethod
-    def of(cls, state: memory.MemoryState) -> "Carried":
-        """What a state at a chunk's start carries."""
-        return cls(state.weights, state.momentum, state.window, state.step_total)
-
-    def state(self) -> memory.MemoryState:
-        """The state at a chunk's start that carries this."""
-        return memory.MemoryState(self.weights, self.momentum, self.weights, 0, self.window, self.step_total)
 
 
 class CachedMemoryState(NamedTuple):
@@ -188,7 +170,7 @@ class CachedMemory(NeuralMemory):
         documents: Documents | None = None,
         start: MemoryLayerState | None = None,
     ) -> Segments:
-        """Write x [b, t, dim] from a segment's start on: a scan over the whole segments, then the rest.
+        """Write x [b, t, dim] from a segment's start on: the whole segments, then the rest.
 
         Args:
           first: what a document begins with, and with `cache_restart` every segment.
@@ -196,48 +178,33 @@ class CachedMemory(NeuralMemory):
         """
         features, running = self.features(x, running, documents, start)
         batch, time = x.shape[:2]
-        whole, rest = divmod(time, self.segment)
+        whole = time - time % self.segment
         weights = running.memory.weights
         if not self.writes:
-            ends = tuple(jnp.broadcast_to(w[:, None], (batch, whole, *w.shape[1:])) for w in self._as_read(weights))
+            count = whole // self.segment
+            ends = tuple(jnp.broadcast_to(w[:, None], (batch, count, *w.shape[1:])) for w in self._as_read(weights))
             queries = features["query"]
             return Segments(queries, features, self.retrieve(weights, queries), ends, running, {})
         inputs, running = self.head_inputs(x, features, running, documents, start)
-        inputs = inputs._replace(resets=None)  # documents begin with a segment
-        begins = None if documents is None else documents.starts[:, :: self.segment].T  # [segments, b]
-
-        def one_segment(
-            carry: Carried, segment: tuple[HeadInputs, jax.Array | None]
-        ) -> tuple[memory.MemoryState, tuple]:
-            inputs, begins = segment
-            if self.restarts:
-                carry = first
-            elif begins is not None:
-                carry = jax.tree.map(lambda new, old: jnp.where(flags_like(begins, old), new, old), first, carry)
-            reads, after, surprise = self._memorize(carry.state(), inputs, None)
-            return after, (reads, surprise, self._as_read(after.weights))
-
-        def scanned(carry: Carried, segment: Any) -> tuple[Carried, tuple]:
-            after, outputs = one_segment(carry, segment)
-            return Carried.of(after), outputs
-
-        parts, carry = [], Carried.of(running.memory)
-        ends = tuple(w[:, None][:, :0] for w in self._as_read(weights))
+        if self.restarts:
+            begins = jnp.arange(time, dtype=jnp.int32) % self.segment == 0
+            inputs = inputs._replace(resets=jnp.broadcast_to(begins[None], (batch, time)))
+        begin = None if inputs.resets is None else first.state()
+        after, parts, ends = running.memory, [], tuple(w[:, :, None][:, :, :0] for w in weights)
         if whole:
-            before = None if begins is None else begins[:whole]
-            cut = functools.partial(to_segments, whole, self.segment)
-            carry, (reads, surprise, ends) = jax.lax.scan(scanned, carry, (jax.tree.map(cut, inputs), before))
-            parts.append(jax.tree.map(from_segments, (reads, surprise)))
-            ends = tuple(jnp.moveaxis(w, 0, 1) for w in ends)
-        after = carry.state()
-        if rest:
-            left = jax.tree.map(lambda leaf: leaf[:, time - rest :], inputs)
-            after, (*part, _) = one_segment(carry, (left, None if begins is None else begins[whole]))
-            parts.append(tuple(part))
+            here = jax.tree.map(lambda leaf: leaf[:, :whole], inputs)
+            reads, after, surprise, ends = self._memorize(after, here, begin, segment=self.segment)
+            parts.append((reads, surprise))
+        if whole < time:
+            rest = jax.tree.map(lambda leaf: leaf[:, whole:], inputs)
+            reads, after, surprise, _ = self._memorize(memory.start_chunk(after), rest, begin, read_on=True)
+            parts.append((reads, surprise))
         reads, surprise = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
-        reads, queries = self.whole_reads(inputs, reads), self.own_queries(inputs)
-        return Segments(queries, features, reads, ends, running._replace(memory=after), report)
+        ends = jax.vmap(self._as_read, in_axes=2, out_axes=1)(ends)
+        # Named, or a backward pass would write the row once more for them.
+        kept, ends = self.kept(self.whole_reads(inputs, reads)).astype(reads.dtype), checkpoint_name(ends, READS)
+        return Segments(self.own_queries(inputs), features, kept, ends, running._replace(memory=after), report)
 
     # Reading a whole row
 

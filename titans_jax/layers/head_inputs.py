@@ -47,7 +47,7 @@ def per_device(rows: Callable, batch: int, gates: memory.Gates) -> Callable:
         return on_devices(
             functools.partial(rows, position) if static else rows,
             specs if static else (PartitionSpec(), *specs),
-            (by_token, by_head, by_token),
+            (by_token, by_head, by_token, by_head),
         )(*(() if static else (position,)), *arguments)
 
     return sharded

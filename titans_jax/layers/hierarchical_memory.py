@@ -23,7 +23,6 @@ from flax import nnx
 
 from titans_jax import memory
 from titans_jax.config import ModelConfig, local_memories
-from titans_jax.layers.cached_memory import Carried
 from titans_jax.layers.document_layout import Documents, aligned
 from titans_jax.layers.head_inputs import HeadInputs
 from titans_jax.layers.key_projection import key_projection
@@ -31,6 +30,7 @@ from titans_jax.layers.memory_input import MemoryInput
 from titans_jax.layers.memory_report import memory_report
 from titans_jax.layers.neural_memory import MemoryLayerState, NeuralMemory, broadcast
 from titans_jax.layers.prediction_gate import Reads
+from titans_jax.memory.state import Carried
 from titans_jax.ops.matmul import wide_dtype
 
 Report = dict[str, jax.Array]
@@ -252,8 +252,8 @@ class HierarchicalMemory(NeuralMemory):
                 total += local.retrieve(before.memory.weights, queries)
                 after.append(before)
                 continue
-            begin = None if first is None else first.local[i].state()
-            reads, now, surprise = local._memorize(before.memory, given, begin, read_on=True)
+            begin = None if first is None else broadcast(first.local[i].state(), len(queries))
+            reads, now, surprise, _ = local._memorize(before.memory, given, begin, read_on=True)
             reports.append(memory_report(local.rule, local.params(), given.gates, given.values, surprise, now.weights))
             total += reads
             after.append(before._replace(memory=now))

@@ -74,11 +74,11 @@ class LogLinearMemory(NeuralMemory):
 
     def _memorize(
         self, state: Levels, inputs: HeadInputs, start: Levels | None, read_on: bool = False
-    ) -> tuple[jax.Array, Levels, memory.Surprise]:
-        """As of `NeuralMemory`; the surprise is that of the memory without levels."""
+    ) -> tuple[jax.Array, Levels, memory.Surprise, None]:
+        """As of `NeuralMemory`; the surprise is that of the memory without levels. There are no ends of segments."""
         plain = inputs._replace(scales=None, positions=None)
         unsplit = whole(state), plain, None if start is None else whole(start)
-        _, _, surprise = super()._memorize(*jax.lax.stop_gradient(unsplit))
+        _, _, surprise, _ = super()._memorize(*jax.lax.stop_gradient(unsplit))
         batch, time = inputs.queries.shape[:2]
         form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, inputs.gates)
         # Without persistent tokens a document starts with nothing.
@@ -97,15 +97,15 @@ class LogLinearMemory(NeuralMemory):
                 start=None if begin is None else Levels(begin, first.position),
                 rematerialised=self.rematerialised,
             )
-            return reads, after.parts, None
+            return reads, after.parts, None, None
 
-        heads = jax.vmap(one, in_axes=(None, 0, 0, head_axes(inputs), 0), out_axes=(1, 0, None))
+        heads = jax.vmap(one, in_axes=(None, 0, 0, head_axes(inputs), 0), out_axes=(1, 0, None, None))
         rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
         if form == "fused":
             rows = per_device(rows, batch, inputs.gates)
-        begin = None if first is None else broadcast(first.parts, batch)
-        reads, parts, _ = rows(state.position, broadcast(self.params(), batch), state.parts, inputs, begin)
-        return reads, Levels(parts, state.position + time), surprise
+        begin = None if first is None else first.parts
+        reads, parts, *_ = rows(state.position, broadcast(self.params(), batch), state.parts, inputs, begin)
+        return reads, Levels(parts, state.position + time), surprise, None
 
 
 def whole(levels: Levels) -> memory.MemoryState:

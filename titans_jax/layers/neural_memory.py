@@ -271,7 +271,8 @@ class NeuralMemory(HeadReads):
         self, inputs: HeadInputs, state: MemoryLayerState, start: MemoryLayerState | None = None
     ) -> tuple[jax.Array, MemoryLayerState, dict[str, jax.Array]]:
         """Write the inputs: reads [b, t, h, (r,) d], the state with the memories after them, and a report."""
-        reads, after, surprise = self._memorize(state.memory, inputs, None if start is None else start.memory)
+        first = None if start is None else broadcast(start.memory, len(inputs.queries))
+        reads, after, surprise, _ = self._memorize(state.memory, inputs, first)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)
         return self.whole_reads(inputs, reads), MemoryLayerState(after, state.tails), report
 
@@ -382,18 +383,24 @@ class NeuralMemory(HeadReads):
         return {"weights": tuple(jnp.zeros((self.num_heads, *shape), dtype) for shape in shapes), **slow}
 
     def _memorize(
-        self, state: memory.MemoryState, inputs: HeadInputs, start: memory.MemoryState | None, read_on: bool = False
-    ) -> tuple[jax.Array, memory.MemoryState, memory.Surprise]:
+        self,
+        state: memory.MemoryState,
+        inputs: HeadInputs,
+        start: memory.MemoryState | None,
+        read_on: bool = False,
+        segment: int | None = None,
+    ) -> tuple[jax.Array, memory.MemoryState, memory.Surprise, tuple[jax.Array, ...] | None]:
         """`memory.memorize` for a batch of heads. Position is shared by all of them, so it is not mapped over.
 
         read_on: whether reading goes on from the state after x although there are resets; without resets it always may.
+        The last result are the ends of segments, [b, h, n, in, out], or None.
         """
         batch, time = inputs.queries.shape[:2]
         position = state.position
         form = "recurrent" if time == 1 else memory.choose_form(self.form, self.rule, inputs.gates)
 
         def one(position, params, state, inputs: HeadInputs, start):
-            reads, state, surprise = memory.memorize(
+            reads, state, surprise, *ends = memory.memorize(
                 self.rule,
                 params,
                 at(state, position),
@@ -404,25 +411,24 @@ class NeuralMemory(HeadReads):
                 return_surprise=True,
                 return_anchor=read_on or inputs.resets is None,
                 rematerialised=self.rematerialised,
+                segment=segment,
             )
-            return reads, at(state, None), surprise
+            return reads, at(state, None), surprise, ends[0] if ends else None
 
-        heads = jax.vmap(one, in_axes=(None, 0, 0, head_axes(inputs), 0), out_axes=(1, 0, 1))
+        heads = jax.vmap(one, in_axes=(None, 0, 0, head_axes(inputs), 0), out_axes=(1, 0, 1, 0))
         rows = jax.vmap(heads, in_axes=(None, 0, 0, 0, 0))
         # One copy a row: gradients of what rows share would be summed over them, and over the devices that hold them,
         # at every chunk of the scan.
         params = broadcast(self.params(), batch)
-        start = None if start is None else broadcast(at(start, None), batch)
-        arguments = (params, at(state, None), inputs, start)
-        if form == "fused":
-            reads, after, surprise = per_device(rows, batch, inputs.gates)(position, *arguments)
-        else:
-            reads, after, surprise = rows(position, *arguments)
+        arguments = (params, at(state, None), inputs, None if start is None else at(start, None))
+        run = per_device(rows, batch, inputs.gates) if form == "fused" else rows
+        reads, after, surprise, ends = run(position, *arguments)
         # Documents start with a chunk, so the open chunk has the same length in every row.
         return (
             reads,
             at(after, (position + time * self.rule.algorithm.steps) % self.rule.chunk_size),
             surprise,
+            ends,
         )
 
 

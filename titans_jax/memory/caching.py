@@ -33,7 +33,7 @@ from titans_jax.memory.forms.inner_gradient import read, split_columns
 from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, Params
 from titans_jax.ops.matmul import matmul, to_state_dtype
-from titans_jax.ops.recursive_blocks import halves, to_blocks
+from titans_jax.ops.recursive_blocks import to_blocks
 from titans_jax.registry import Registry
 
 AGGREGATIONS: Registry[Callable[..., Aggregation]] = Registry("aggregation of caches")
@@ -190,28 +190,52 @@ def sum_over_kept(
 ) -> jax.Array:
     """sum_i shares[t, i] function(kept_i, rows)_t, [t, ...], of rows [t, ...], kept [n, ...] and shares [t, n].
 
-    segment, levels: as in `read_together`. With `segment` but no `levels`, segments are halved again and again: every
-    token of a later half reads all memories of the earlier one, in one batch per level, so that no read of a later
-    memory is computed only to be dropped.
+    segment, levels: as in `read_together`. No read of a later memory is computed only to be dropped.
     """
     if segment is None:
         return _weighted_sum(function, kept, rows, shares)
     if levels is not None:
         return _sum_over_levels(function, kept, rows, shares, segment, levels)
-    segments, size, parts = -(-len(rows) // segment), 1, []
-    while size < segments:
-        groups = -(-(segments - size) // (2 * size))  # whose later half holds a token
-        earlier = jax.tree.map(lambda x: halves(to_blocks(size, _fit(x, 2 * size * groups)))[0], kept)  # noqa: B023
-        later = lambda x: halves(to_blocks(size * segment, _fit(x, 2 * size * groups * segment)))[1]  # noqa: B023, E731
-        columns = (2 * size * jnp.arange(groups, dtype=jnp.int32))[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        shares_here = jnp.take_along_axis(
-            later(_fit(shares.T, 2 * size * groups).T), columns[:, None], axis=2, mode="clip"
-        )
-        answers = jax.vmap(functools.partial(_weighted_sum, function))(earlier, later(rows), shares_here)
-        both = jnp.stack([jnp.zeros_like(answers), answers], axis=1)
-        parts.append(_fit(both.reshape(-1, *answers.shape[2:]), len(rows)))
-        size *= 2
-    return sum(parts)
+    return _sum_over_earlier(function, kept, rows, shares, segment)
+
+
+def _sum_over_earlier(
+    function: Callable[[Any, jax.Array], jax.Array], kept: Any, rows: jax.Array, shares: jax.Array, segment: int
+) -> jax.Array:
+    """`sum_over_kept` where a segment reads all memories before it. Of n segments the p-th and the p-th from the end
+    read n - 1 memories together: a place of n / 2 for each such pair, and in every turn each place reads one memory,
+    the later segment's 0, 1, .. and then the earlier one's in reverse, so that a turn has but two memories."""
+    count = -(-len(rows) // segment)
+    count += count % 2
+    half, turns = count // 2, count - 1
+
+    def pairs(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        blocks = to_blocks(segment, _fit(x, count * segment))
+        return blocks[:half], blocks[half:][::-1]
+
+    early, late = pairs(rows)
+    place, turn = jnp.arange(half, dtype=jnp.int32), jnp.arange(turns, dtype=jnp.int32)
+    is_late = place[None] < turns - turn[:, None]
+    kept = jax.tree.map(lambda x: _fit(x, turns), kept)
+    share_early, share_late = (jnp.moveaxis(x, -1, 0) for x in pairs(_fit(shares.T, turns).T))
+    share = jnp.where(is_late[..., None], share_late, share_early[::-1])
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def answers(is_late: jax.Array, memories: tuple[Any, Any], share: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen = jax.tree.map(lambda *both: _where(is_late, *(one[None] for one in both)), *memories)
+        answer = share[..., None] * jax.vmap(function)(chosen, _where(is_late, late, early))
+        return _where(is_late, 0, answer), _where(is_late, answer, 0)
+
+    def add(totals: tuple[jax.Array, jax.Array], turn: tuple) -> tuple[tuple[jax.Array, jax.Array], None]:
+        return jax.tree.map(jnp.add, totals, answers(*turn)), None
+
+    first = jax.tree.map(lambda x: x[:half], kept)
+    answer = jax.eval_shape(jax.vmap(function), first, early)
+    zeros = jnp.zeros(answer.shape, answer.dtype)
+    memories = kept, jax.tree.map(lambda x: x[::-1], kept)
+    totals, _ = jax.lax.scan(add, (zeros, zeros), (is_late, memories, share))
+    together = jnp.concatenate([totals[0], totals[1][::-1]])
+    return together.reshape(-1, *together.shape[2:])[: len(rows)]
 
 
 def _sum_over_levels(
@@ -255,6 +279,12 @@ def _weighted_sum(
 
     answer = jax.eval_shape(function, jax.tree.map(lambda x: x[0], kept), rows)
     return jax.lax.scan(add, jnp.zeros(answer.shape, answer.dtype), (kept, shares.T))[0]
+
+
+def _where(condition: jax.Array, x: jax.Array | int, y: jax.Array | int) -> jax.Array:
+    """`jnp.where` of a condition [n] for arrays [n, ...] or [1, ...]; one of them may be 0."""
+    rank = max(jnp.ndim(x), jnp.ndim(y))
+    return jnp.where(condition.reshape(-1, *[1] * (rank - 1)), x, y)
 
 
 def _fit(x: jax.Array, count: int) -> jax.Array:

@@ -56,6 +56,22 @@ def check_anchor(state: MemoryState) -> None:
         )
 
 
+def check_segment(rule: MemoryRule, state: MemoryState, time: int, segment: int | None) -> None:
+    """Raises ValueError where tokens are not whole segments of whole chunks from a chunk's start on."""
+    if segment is None:
+        return
+    if not isinstance(state.position, int) or state.position != 0:
+        raise ValueError(
+            f"state.position is {state.position}, and segment {segment}: segments need a state that is known to be at "
+            "a chunk's start; use start_chunk(state), or segment=None."
+        )
+    chunk = max(1, rule.chunk_size // rule.algorithm.steps)
+    if segment < 1 or segment % chunk or time % segment:
+        raise ValueError(
+            f"segment is {segment}: it must be a multiple of the chunk's {chunk} tokens that divides the {time} tokens."
+        )
+
+
 def _check_rule(rule: object) -> None:
     if not isinstance(rule, MemoryRule):
         raise ValueError(

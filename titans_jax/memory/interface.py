@@ -12,30 +12,29 @@ Pure functions on arrays, one head of one sequence; callers vmap over batch and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-from titans_jax.memory.checks import check, check_anchor, check_queries
+from titans_jax.memory.checks import check, check_anchor, check_queries, check_segment
 from titans_jax.memory.forms import associative, chunked, recurrent
-from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
+from titans_jax.memory.forms.chunk_algorithm import Form, FormOptions, MemoryInputs
 from titans_jax.memory.forms.inner_gradient import read, readable_weights
 from titans_jax.memory.forms.inner_steps import join_inner_steps, unroll_inner_steps
 from titans_jax.memory.forms.omega_window import no_tokens
+from titans_jax.memory.forms.segment_ends import by_segments
 from titans_jax.memory.gates import Gates, complete_gates
 from titans_jax.memory.pallas import entry
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState, Params, Surprise, cast_state
+from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise, cast_state
 from titans_jax.ops.backend import Backend, current_backend
 from titans_jax.ops.matmul import wide_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
-
-Form = Callable[[MemoryRule, Params, MemoryState, MemoryState | None, MemoryInputs, FormOptions], MemoryOutputs]
 
 FORMS: dict[str, Form] = {
     "recurrent": recurrent.memorize,
@@ -110,10 +109,8 @@ def memorize(
     return_surprise: bool = False,
     return_anchor: bool = True,
     rematerialised: bool = False,
-) -> (
-    tuple[Float[Array, "time *read_steps head_dim"], MemoryState]
-    | tuple[Float[Array, "time *read_steps head_dim"], MemoryState, Surprise]
-):
+    segment: int | None = None,
+) -> tuple:
     """Write every token and read after each write (Titans eq 8-15).
 
     queries, keys, values: [time, head_dim], float32, bfloat16 (operands only; states stay float32) or float64; with n
@@ -130,10 +127,12 @@ def memorize(
       no kernel keeps it. To continue, even at a chunk's start, close the chunk first (`start_chunk`).
     rematerialised: True where a model recomputes all but the reads in its backward pass: a kernel's states between
       chunks are then recomputed too, not stored.
+    segment: also return the weights as they are carried after every so many tokens, [time / segment, in, out] of every
+      matrix; from a state that is known to be at a chunk's start, for whole segments of whole chunks.
 
-    Returns (reads [time, head_dim] in the state's dtype, state after the last token), and the surprise on request. The
-    read of token t sees the writes of tokens up to t and none later. Splitting a sequence anywhere and passing the
-    state on changes nothing.
+    Returns (reads [time, head_dim] in the state's dtype, state after the last token), and on request the surprise and,
+    last, the ends of segments. The read of token t sees the writes of tokens up to t and none later. Splitting a
+    sequence anywhere and passing the state on changes nothing.
 
     Raises ValueError, naming the argument, for an unknown form, for "fused" where no kernel runs the rule, for shapes
     that do not fit, or a state inside a chunk without an anchor.
@@ -142,12 +141,14 @@ def memorize(
     if form not in (*FORMS, "auto"):
         raise ValueError(f"form is {form!r}: it must be one of {', '.join(map(repr, (*FORMS, 'auto')))}.")
     check(rule, params, state, inputs)
+    check_segment(rule, state, len(queries), segment)
     time, every_read = len(queries), queries.ndim == 3
     dtype, steps = wide_dtype(queries.dtype), rule.algorithm.steps
     if time == 0:
         empty = jnp.zeros((0,), dtype)
         reads = jnp.zeros(queries.shape, dtype)
-        return (reads, state, Surprise(empty, empty)) if return_surprise else (reads, state)
+        ends = tuple(w[None][:0] for w in state.weights)
+        return _asked(reads, state, Surprise(empty, empty) if return_surprise else None, ends if segment else None)
     if steps > 1:
         inputs = unroll_inner_steps(steps, inputs)
     gates = complete_gates(rule, inputs.gates, inputs.keys, len(state.weights), dtype)
@@ -155,13 +156,21 @@ def memorize(
     start, initial = cast_state(state if state.anchor is not None else start_chunk(state), dtype), None
     if resets is not None:
         initial = start_chunk(cast_state(initial_state or init_state(rule, params), dtype))
-    run = FORMS[choose_form(form, rule, gates)]
-    options = FormOptions(return_surprise, return_anchor, rematerialised)
-    reads, state, surprise = run(rule, params, start, initial, inputs, options)
+    form = choose_form(form, rule, gates)
+    run, segment = FORMS[form], None if segment is None else segment * steps
+    if segment is not None and form != "fused":
+        run = functools.partial(by_segments, run)
+    options = FormOptions(return_surprise, return_anchor, rematerialised, segment)
+    reads, state, surprise, ends = run(rule, params, start, initial, inputs, options)
     state = state if return_anchor else dataclasses.replace(state, anchor=None)
     if steps > 1:
         reads, surprise = join_inner_steps(steps, every_read, reads, surprise)
-    return (reads, state, surprise) if return_surprise else (reads, state)
+    return _asked(reads, state, surprise if return_surprise else None, ends)
+
+
+def _asked(reads: jax.Array, state: MemoryState, surprise: Surprise | None, ends: Matrices | None) -> tuple:
+    """The results of `memorize` that were asked for."""
+    return reads, state, *(x for x in (surprise, ends) if x is not None)
 
 
 def retrieve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,25 @@ class MemoryState:
     position: int | Int[Array, ""]
     window: WindowTokens | None = None
     step_total: Float[Array, " matrices"] | None = None
+
+
+class Carried(NamedTuple):
+    """What a memory carries from one chunk to the next: the fields of a `MemoryState` at a chunk's start that are not
+    known there."""
+
+    weights: Matrices
+    momentum: Matrices
+    window: WindowTokens | None
+    step_total: jax.Array | None
+
+    @classmethod
+    def of(cls, state: MemoryState) -> Carried:
+        """What a state at a chunk's start carries."""
+        return cls(state.weights, state.momentum, state.window, state.step_total)
+
+    def state(self) -> MemoryState:
+        """The state at a chunk's start that carries this."""
+        return MemoryState(self.weights, self.momentum, self.weights, 0, self.window, self.step_total)
 
 
 @jax.tree_util.register_dataclass

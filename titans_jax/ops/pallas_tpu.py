@@ -1,8 +1,9 @@
 """Arrays of many heads as the blocks that a Pallas TPU kernel takes of them, and trees of references to such blocks.
 
 Leaves have an axis of n heads in front, of which several are taken at a time. A leaf of three axes, [n, rows,
-columns], stays for all steps of a head; one of four, [n, chunks, rows, columns], is taken in groups of chunks;
-`SideBySide` is the layout of a model's tokens.
+columns], stays for all steps of a head; one of four, [n, chunks, rows, columns], is taken in groups of chunks, or, with
+fewer parts than there are groups, part by part, each of which stays for as many groups; `SideBySide` is the layout of a
+model's tokens.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     widths = {x.width for x in inputs + outputs if is_side_by_side(x)}
 
     def bytes_with(buffers: int) -> int:
-        """A head's bytes. buffers: of each array that stays for all steps of a head; all others have two."""
-        blocks = sum((buffers if stays(x) else 2) * bytes_of_head(x, steps) for x in inputs + outputs)
+        """A head's bytes. buffers: of each array whose blocks stay for several steps; all others have two."""
+        blocks = sum((buffers if stays(x, steps) else 2) * bytes_of_head(x, steps) for x in inputs + outputs)
         return steps.head_bytes + blocks + sum(tiled_bytes(x.shape[1:], x.dtype) for x in scratch)
 
     # A second buffer hides the fetch of the next heads' matrices, once a sequence: where two do not fit, there is one.
@@ -104,13 +105,14 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     across = max(steps.heads // heads, 1)  # steps that a sequence's heads take
 
     def spec(x):
-        if stays(x):
-            mode = pl.Buffered(1) if buffers == 1 else None
+        mode = pl.Buffered(1) if buffers == 1 and stays(x, steps) else None
+        if not is_side_by_side(x) and x.ndim == 3:
             return pl.BlockSpec((heads, *x.shape[1:]), lambda i, g: (i, 0, 0), pipeline_mode=mode)
         group = (lambda g: steps.groups - 1 - g) if backwards else (lambda g: g)
         if not is_side_by_side(x):
-            block = (heads, x.shape[1] // steps.groups, *x.shape[2:])
-            return pl.BlockSpec(block, lambda i, g: (i, group(g), 0, 0))
+            parts = min(x.shape[1], steps.groups)
+            block = (heads, x.shape[1] // parts, *x.shape[2:])
+            return pl.BlockSpec(block, lambda i, g: (i, group(g) // (steps.groups // parts), 0, 0), pipeline_mode=mode)
         rows, chunks, tokens, lanes = x.array.shape
         block = (heads * across // steps.heads, chunks // steps.groups, tokens, lanes // across)
         return pl.BlockSpec(block, lambda i, g: (i // across, group(g), 0, i % across))
@@ -135,9 +137,9 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     return structure.unflatten(map(same_layout, outputs, found))
 
 
-def stays(x) -> bool:
-    """Whether an array has one block for each head, not one for each group of chunks."""
-    return not is_side_by_side(x) and x.ndim == 3
+def stays(x, steps: Steps) -> bool:
+    """Whether a block of an array is for several groups of chunks, or for all of a head."""
+    return not is_side_by_side(x) and (x.ndim == 3 or x.shape[1] < steps.groups)
 
 
 def same_layout(like, array):
@@ -157,7 +159,9 @@ def bytes_of_head(x, steps: Steps) -> int:
     if is_side_by_side(x):
         _, chunks, *tokens = x.array.shape
         return tiled_bytes((chunks // steps.groups, *tokens), x.array.dtype) // steps.heads
-    return tiled_bytes(x.shape[1:] if stays(x) else (x.shape[1] // steps.groups, *x.shape[2:]), x.dtype)
+    if x.ndim == 3:
+        return tiled_bytes(x.shape[1:], x.dtype)
+    return tiled_bytes((max(1, x.shape[1] // steps.groups), *x.shape[2:]), x.dtype)
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype) -> int:

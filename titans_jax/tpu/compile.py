@@ -285,9 +285,16 @@ def _bytes(tree: Any) -> int:
     return sum(jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype).size * x.dtype.itemsize for x in leaves)
 
 
-def _refusal(error: Exception, config: Config, topology: Topology) -> DoesNotFit | None:
+def _refusal(error: Exception, config: Config, topology: Topology) -> ConfigError | None:
     """The exception for the compiler's "ran out of memory", with our message; None for any other error."""
     text = str(error)
+    of_kernel = r"memory space vmem .*? for %([a-z_]+).*?size ([\d.]+)M and limit ([\d.]+)M"
+    if said := re.search(of_kernel, text, re.DOTALL):
+        return ConfigError(
+            f"model.head_dim is {config.model.head_dim}, with which the kernel {said.group(1)} needs {said.group(2)} "
+            f"MiB of a core's VMEM on {topology.name}, where it may use {said.group(3)}; use a smaller one, or "
+            "model.memory.form chunked"
+        )
     if said := re.search(r"memory space hbm\. Used ([\d.]+)([MGT]) of", text):
         used = float(said.group(1)) * {"M": 2**20, "G": 2**30, "T": 2**40}[said.group(2)]
     elif said := re.search(r"Allocation \(size=(\d+)\) would exceed memory", text):  # a single array

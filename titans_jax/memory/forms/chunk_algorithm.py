@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.rule.rule import MemoryRule
-from titans_jax.memory.state import MemoryState, Params, Surprise
+from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise
 from titans_jax.ops.backend import Backend, BlockSize
 from titans_jax.ops.matmul import to_state_dtype
 
@@ -71,11 +72,13 @@ class ChunkResult(NamedTuple):
 
 
 class MemoryOutputs(NamedTuple):
-    """The outputs of a form: reads [time, head_dim], the state after the last token, the surprise [time] or None."""
+    """The outputs of a form: reads [time, head_dim], the state after the last token, the surprise [time] or None; ends:
+    what is carried at the ends of segments, [segments, in, out] of every matrix, or None."""
 
     reads: jax.Array
     state: MemoryState
     surprise: Surprise | None
+    ends: Matrices | None = None
 
 
 class FormOptions(NamedTuple):
@@ -84,6 +87,11 @@ class FormOptions(NamedTuple):
     with_surprise: bool
     with_anchor: bool
     rematerialised: bool
+    segment: int | None = None
+
+
+Form = Callable[[MemoryRule, Params, MemoryState, MemoryState | None, MemoryInputs, FormOptions], MemoryOutputs]
+"""A way to run a rule: of (rule, params, state, initial, inputs, options)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from titans_jax.memory.forms.chunk_algorithm import FormOptions, MemoryInputs, MemoryOutputs
 from titans_jax.memory.forms.scan_chunks import BlockLayout, final_state, lay_out, starts_chunk, with_window
+from titans_jax.memory.forms.segment_ends import by_segments
 from titans_jax.memory.forms.steps_by_chunk import step_totals
 from titans_jax.memory.gates import Gates
 from titans_jax.memory.pallas import kernels
@@ -53,6 +54,8 @@ def memorize(
             "start or weights of every token's own, no least squares, no stale reads, and no chunk of 2 to 7 tokens; "
             "use form='chunked'."
         )
+    if options.segment is not None and options.segment % algorithm.block_tokens:  # a block would cross its end
+        return by_segments(memorize, rule, params, state, initial, inputs, options)
     size = rule.chunk_size
     layout = lay_out(size, algorithm.block_tokens, state, inputs)
     inputs = layout.inputs
@@ -65,7 +68,8 @@ def memorize(
     if rule.algorithm.steps_by_chunk:  # with those that the open chunk had before
         totals = step_totals(rule, layout.inputs.gates).at[0].add(state.step_total)
         layout = dataclasses.replace(layout, step_totals=totals)
-    asked = Asked(options.with_surprise, options.with_anchor and layout.last is not None and size > 1)
+    segment = None if options.segment is None else options.segment // algorithm.block_tokens
+    asked = Asked(options.with_surprise, options.with_anchor and layout.last is not None and size > 1, segment)
     fill = functools.partial(fill_lanes, rule)
     heads = Heads(
         slow_rows(rule, params),
@@ -81,12 +85,12 @@ def memorize(
         if inputs.gates.mask is not None:
             kept = layout.unplace(inputs.gates.mask)
             surprise = jax.tree.map(lambda x: jnp.where(kept, x, 0), surprise)
-    (weights, momentum), anchor = upright((found.end, found.anchor))
+    (weights, momentum), anchor, ends = upright((found.end, found.anchor, found.ends))
     if asked.anchor:
         anchor = jax.tree.map(lambda new, old: jnp.where(layout.last < 0, old, new), anchor, state.anchor)
     anchor = anchor if asked.anchor else weights
     after = final_state(size, layout, state, weights, momentum, anchor, last_total(layout, size))
-    return MemoryOutputs(layout.unplace(found.reads), after, surprise)
+    return MemoryOutputs(layout.unplace(found.reads), after, surprise, ends)
 
 
 def last_total(layout: BlockLayout, chunk_size: int) -> jax.Array | None:
@@ -125,7 +129,7 @@ def over_heads(algorithm: KernelAlgorithm, asked: Asked, rematerialised: bool):
     forward = vmapped(functools.partial(kernels.run_forward, algorithm, asked, False))
     forward_for_gradient = vmapped(functools.partial(kernels.run_forward, algorithm, asked, True))
     states_again = vmapped(functools.partial(kernels.run_states, algorithm, asked))
-    backward = vmapped(functools.partial(kernels.run_backward, algorithm))
+    backward = vmapped(functools.partial(kernels.run_backward, algorithm, asked))
 
     @jax.custom_vjp
     def run(chunks, heads) -> Results:
@@ -188,6 +192,8 @@ def fill_lanes(rule: MemoryRule, matrices):
 
 
 def upright(matrices):
-    """The inverse of `fill_lanes`."""
+    """The inverse of `fill_lanes`, also for matrices with leading axes."""
     is_transposed = lambda w: isinstance(w, Transposed)  # noqa: E731
-    return jax.tree.map(lambda w: w.array.T if is_transposed(w) else w, matrices, is_leaf=is_transposed)
+    return jax.tree.map(
+        lambda w: jnp.matrix_transpose(w.array) if is_transposed(w) else w, matrices, is_leaf=is_transposed
+    )

@@ -66,19 +66,23 @@ class Heads(NamedTuple):
 
 class Results(NamedTuple):
     """reads, surprise: [n, chunks, tokens, head_dim or 2]; end: the state after the last chunk; anchor: the weights at
-    the start of the chunk that stays open. surprise and anchor are None where they are not asked for."""
+    the start of the chunk that stays open; ends: the weights after every segment, [n, segments, rows, columns].
+    surprise, anchor and ends are None where they are not asked for."""
 
     reads: jax.Array
     surprise: jax.Array | None
     end: HeadState
     anchor: Matrices | None
+    ends: Matrices | None
 
 
 class Asked(NamedTuple):
-    """Which outputs a kernel is asked for, besides reads and the last state."""
+    """Which outputs a kernel is asked for, besides reads and the last state. segment: chunks after which the weights
+    are, or None."""
 
     surprise: bool
     anchor: bool
+    segment: int | None
 
 
 class UnpackedChunk(NamedTuple):

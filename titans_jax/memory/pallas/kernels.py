@@ -35,8 +35,9 @@ from titans_jax.ops.pallas_tpu import (
 STATE_TOKENS, MOST_CHUNKS = 64, 8
 """For so many tokens, and at most so many chunks, one state is stored. The backward pass runs all of these chunks but
 the last once more: storing overlaps with a kernel's work, repeating does not."""
-STATES_SHARE = 1 / 8
-"""Share of a kernel's VMEM for the states of those of a head's chunks that share one stored state."""
+SHARED_STATE = 1 / 64
+"""Share of a kernel's VMEM of a head's state up to which chunks share a stored one: the backward kernel that repeats
+chunks needs much more than the one that does not, and with heads of 256 more than there is."""
 MOST_HEADS = 32
 """The most heads at a time: more are no faster and take minutes to compile."""
 
@@ -60,13 +61,21 @@ class KernelSize(NamedTuple):
 FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1, 3), KernelSize(1024, 27, 3, 2, 12)
 
 
-def grid_steps(rule: MemoryRule, chunks: Chunks, start: HeadState, neighbours: int, size: KernelSize) -> Steps:
-    """As many heads as write `size.tokens` tokens together in a chunk, and as many chunks as share a stored state."""
+def grid_steps(
+    rule: MemoryRule,
+    chunks: Chunks,
+    start: HeadState,
+    neighbours: int,
+    size: KernelSize,
+    segment: int | None = None,
+) -> Steps:
+    """As many heads as write `size.tokens` tokens together in a chunk, and as many chunks as share a stored state, none
+    of them across a segment's end."""
     n, count, tokens, head_dim = chunks.queries.shape
     shapes = [w.shape[1:] for w in jax.tree.leaves(start.weights)]
     state_bytes = sum(tiled_bytes(x.shape[1:], x.dtype) for x in jax.tree.leaves(start))
-    fitting = int(STATES_SHARE * usable_vmem() / state_bytes)
-    group = largest_divisor(count, min(STATE_TOKENS // tokens, MOST_CHUNKS, fitting))
+    most = min(STATE_TOKENS // tokens, MOST_CHUNKS) if state_bytes <= SHARED_STATE * usable_vmem() else 1
+    group = largest_divisor(segment or count, most)
     sides = sum(x is not None for x in (chunks.log_key_retention, chunks.log_value_retention))
     written = chunks.keys.shape[2]  # with those of a window before the chunk
     needed = [(written, max(shape)) for shape in shapes] * size.lanes
@@ -83,7 +92,7 @@ def run_forward(
 ) -> tuple[Results, tuple]:
     """(results, states): the state before every group of chunks, [n, groups, rows, columns], if they are stored, else
     (). neighbours: heads that follow each other in n, which lie side by side in a model."""
-    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, FORWARD)
+    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, FORWARD, asked.segment)
     n, count, size, head_dim = chunks.queries.shape
     end, dtype = like(heads.start), jax.tree.leaves(heads.start)[0].dtype
     reads = jax.ShapeDtypeStruct((steps.rows, count, size, neighbours * head_dim), chunks.queries.dtype)
@@ -92,19 +101,20 @@ def run_forward(
         jax.ShapeDtypeStruct((n, count, size, 2), dtype) if asked.surprise else None,
         end,
         end.weights if asked.anchor else None,
+        None if asked.segment is None else each(count // asked.segment, end.weights),
     )
     states = state_shapes(algorithm.rule, steps, chunks, heads) if stores_states else ()
     step = functools.partial(algorithm.step, asked)
-    results, states = go_forward(step, steps, side_by_side(chunks, neighbours), heads, (results, states))
+    results, states = go_forward(step, asked, steps, side_by_side(chunks, neighbours), heads, (results, states))
     return results._replace(reads=results.reads.astype(dtype).apart()), states
 
 
 def run_states(algorithm: KernelAlgorithm, asked: Asked, neighbours: int, chunks: Chunks, heads: Heads) -> tuple:
     """The states of `run_forward`, without reads."""
-    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, FORWARD)
+    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, FORWARD, asked.segment)
     states = state_shapes(algorithm.rule, steps, chunks, heads)
     step = functools.partial(algorithm.step, asked._replace(surprise=False))
-    return go_forward(step, steps, side_by_side(chunks, neighbours), heads, ((), states))[1]
+    return go_forward(step, asked, steps, side_by_side(chunks, neighbours), heads, ((), states))[1]
 
 
 def state_shapes(rule: MemoryRule, steps: Steps, chunks: Chunks, heads: Heads):
@@ -127,7 +137,7 @@ def step_heads(step, slow, state, anchor, initial, chunk: Chunks, is_first):
     return jax.vmap(step)(slow, state, anchor, initial, chunk)
 
 
-def go_forward(step, steps: Steps, chunks: Chunks, heads: Heads, outputs: tuple):
+def go_forward(step, asked: Asked, steps: Steps, chunks: Chunks, heads: Heads, outputs: tuple):
     """The forward kernel, for outputs (results, states), either of them () where it is not asked for."""
 
     def kernel(chunks, heads, results, states, carried):
@@ -150,11 +160,16 @@ def go_forward(step, steps: Steps, chunks: Chunks, heads: Heads, outputs: tuple)
             write(carried, state)
             if results:
                 write((results.reads, results.surprise), (reads, surprise), j)
-                write(results.anchor, jax.tree.map(jnp.add, read(results.anchor), opened))
+                add(results.anchor, opened)
 
         repeat(steps.chunks, one)
 
         if results:
+            if asked.segment is not None:
+
+                @pl.when(ends_segment(asked, steps, group))
+                def _():
+                    write(results.ends, read(carried).weights, 0)
 
             @pl.when(group == steps.groups - 1)
             def _():
@@ -165,11 +180,16 @@ def go_forward(step, steps: Steps, chunks: Chunks, heads: Heads, outputs: tuple)
 
 
 def run_backward(
-    algorithm: KernelAlgorithm, neighbours: int, chunks: Chunks, heads: Heads, states: tuple, cotangents: Results
+    algorithm: KernelAlgorithm,
+    asked: Asked,
+    neighbours: int,
+    chunks: Chunks,
+    heads: Heads,
+    states: tuple,
+    cotangents: Results,
 ) -> tuple[Chunks, Heads]:
     """Cotangents of chunks and heads; `cotangents.surprise` is None: it is a measurement."""
-    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, BACKWARD)
-    asked = Asked(surprise=False, anchor=cotangents.anchor is not None)
+    steps = grid_steps(algorithm.rule, chunks, heads.start, neighbours, BACKWARD, asked.segment)
     dtype = jax.tree.leaves(heads.start)[0].dtype
 
     def kernel(chunks, heads, states, cotangents, d_chunks, d_heads, carried, starts):
@@ -182,10 +202,16 @@ def run_backward(
             copy(cotangents.end, carried)
             clear(summed)
 
+        if asked.segment is not None:
+
+            @pl.when(ends_segment(asked, steps, group))
+            def _():
+                add(carried.weights, read(cotangents.ends, 0))
+
         slow, initial, anchor = read((heads.slow, heads.initial, heads.anchor))
 
         def one(j, slow, state, initial, anchor, chunk):
-            step = functools.partial(algorithm.step, asked)
+            step = functools.partial(algorithm.step, asked._replace(surprise=False))
             return step_heads(step, slow, state, anchor, initial, chunk, first(group, j))[:3]
 
         def forward(j):
@@ -201,7 +227,7 @@ def run_backward(
             )
             write(d_chunks, d_chunk, j)
             write(carried, d_state)
-            write(summed, jax.tree.map(jnp.add, read(summed), (d_slow, d_initial, d_anchor)))
+            add(summed, (d_slow, d_initial, d_anchor))
 
         write(starts, read(states, 0), 0)
         if steps.chunks > 1:
@@ -212,7 +238,7 @@ def run_backward(
         def _():
             copy(carried, d_heads.start)
 
-    every = jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], steps.chunks, *x.shape[1:]), x.dtype), heads.start)
+    every = each(steps.chunks, heads.start)
     chunks = side_by_side(chunks, neighbours)
     reads = SideBySide.of(cotangents.reads, neighbours).astype(chunks.queries.array.dtype)
     cotangents = cotangents._replace(reads=reads)
@@ -237,12 +263,27 @@ def first(group, j):
     return (group == 0) & (j == 0)
 
 
+def ends_segment(asked: Asked, steps: Steps, group):
+    """Whether this group is the last of a segment."""
+    return (group + 1) % (asked.segment // steps.chunks) == 0
+
+
+def add(references, values) -> None:
+    """Add values to what references to all of an array hold."""
+    write(references, jax.tree.map(jnp.add, read(references), values))
+
+
 def repeat(times: int, body) -> None:
     """body(0), body(1), ..., compiled once."""
     if times == 1:
         body(0)
     else:
         jax.lax.fori_loop(0, times, lambda j, _: body(j), None)
+
+
+def each(times: int, tree):
+    """The shapes and dtypes of so many for each head of a tree of arrays, [n, times, ...]."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((x.shape[0], times, *x.shape[1:]), x.dtype), tree)
 
 
 def like(tree):
