@@ -194,10 +194,11 @@ class CachedMemory(NeuralMemory):
         if whole:
             here = jax.tree.map(lambda leaf: leaf[:, :whole], inputs)
             reads, after, surprise, ends = self._memorize(after, here, begin, segment=self.segment)
+            after = memory.start_chunk(after)
             parts.append((reads, surprise))
         if whole < time:
             rest = jax.tree.map(lambda leaf: leaf[:, whole:], inputs)
-            reads, after, surprise, _ = self._memorize(memory.start_chunk(after), rest, begin, read_on=True)
+            reads, after, surprise, _ = self._memorize(after, rest, begin, read_on=True)
             parts.append((reads, surprise))
         reads, surprise = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
         report = memory_report(self.rule, self.params(), inputs.gates, inputs.values, surprise, after.weights)

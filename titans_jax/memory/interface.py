@@ -110,7 +110,7 @@ def memorize(
     return_anchor: bool = True,
     rematerialised: bool = False,
     segment: int | None = None,
-) -> tuple:
+) -> tuple[Float[Array, "time *read_steps head_dim"], MemoryState, *tuple[Surprise | Matrices, ...]]:
     """Write every token and read after each write (Titans eq 8-15).
 
     queries, keys, values: [time, head_dim], float32, bfloat16 (operands only; states stay float32) or float64; with n
