@@ -75,7 +75,7 @@ configs = {
     "atlas_small": small("atlas"),  # 622,296 parameters
     "dla_small": small("dla"),  # 613,524 parameters
     # LaCT (arXiv 2505.23884): chunks as long as the window of the attention beside them
-    "lact_small": small("lact", ("mag",), forget="preset"),  # 777,624 parameters
+    "lact_small": small("lact", ("mag",)),  # 779,172 parameters
     "mamba3_small": small("mamba3"),  # 551,316 parameters
     "mamba3_mimo_small": small("mamba3_mimo"),  # 760,212 parameters
     # Gated DeltaNet-H2 (arXiv 2412.06464): a Gated DeltaNet layer, then a sliding-window attention

@@ -89,8 +89,7 @@ def hope(block: str, size: str) -> Config:
 def lact(size: str) -> Config:
     """LaCT (arXiv 2505.23884) in the sizes of the others: chunks as long as the window of the attention beside them, in
     rows of four chunks."""
-    memory = MemoryConfig(preset="lact", forget="preset")
-    config = experiment(size, ("mag",), memory, num_persistent=0, start=12, rows=0)
+    config = experiment(size, ("mag",), MemoryConfig(preset="lact"), num_persistent=0, start=12, rows=0)
     model = replace(config.model, rope_theta=1e6, memory=replace(config.model.memory, chunk_size=config.model.window))
     rows, chips = ROWS // 2, math.prod(int(side) for side in SIZES[size].topology.removeprefix("v5e:").split("x"))
     data = replace(config.data, sequence_length=2 * LENGTH, batch_size=rows)
