@@ -103,8 +103,7 @@ def test_segments_that_restart_equal_the_numpy_recurrence(caching):
     close_to(row(layer, x), expected)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("caching", ["residual", "gated"])
+@pytest.mark.parametrize("caching", ["residual", pytest.param("gated", marks=pytest.mark.exhaustive)])
 def test_pieces_of_segments_that_restart_equal_the_whole(caching):
     layer, x = layer_of(configured(caching, cache_restart=True)), inputs()
     whole = row(layer, x)

@@ -105,14 +105,12 @@ def call(kernel, name: str, steps: Steps, inputs: tuple, outputs: tuple, scratch
     across = max(steps.heads // heads, 1)  # steps that a sequence's heads take
 
     def spec(x):
-        mode = pl.Buffered(1) if buffers == 1 and stays(x, steps) else None
-        if not is_side_by_side(x) and x.ndim == 3:
-            return pl.BlockSpec((heads, *x.shape[1:]), lambda i, g: (i, 0, 0), pipeline_mode=mode)
         group = (lambda g: steps.groups - 1 - g) if backwards else (lambda g: g)
         if not is_side_by_side(x):
-            parts = min(x.shape[1], steps.groups)
-            block = (heads, x.shape[1] // parts, *x.shape[2:])
-            return pl.BlockSpec(block, lambda i, g: (i, group(g) // (steps.groups // parts), 0, 0), pipeline_mode=mode)
+            turns = max(1, steps.groups // x.shape[1])
+            place = (lambda i, g: (i, 0, 0)) if x.ndim == 3 else (lambda i, g: (i, group(g) // turns, 0, 0))
+            mode = pl.Buffered(1) if buffers == 1 and stays(x, steps) else None
+            return pl.BlockSpec((heads, *part_of_head(x, steps)), place, pipeline_mode=mode)
         rows, chunks, tokens, lanes = x.array.shape
         block = (heads * across // steps.heads, chunks // steps.groups, tokens, lanes // across)
         return pl.BlockSpec(block, lambda i, g: (i // across, group(g), 0, i % across))
@@ -154,14 +152,17 @@ def heads_of_step(steps: Steps, widths: set[int], most: int) -> int:
     return max((h for h in parts + whole if h <= most), default=(parts + whole)[0])
 
 
+def part_of_head(x, steps: Steps) -> tuple[int, ...]:
+    """The shape of a head's part of a block, of an array that is not side by side."""
+    return x.shape[1:] if x.ndim == 3 else (max(1, x.shape[1] // steps.groups), *x.shape[2:])
+
+
 def bytes_of_head(x, steps: Steps) -> int:
     """Bytes of a head's part of a block in VMEM."""
     if is_side_by_side(x):
         _, chunks, *tokens = x.array.shape
         return tiled_bytes((chunks // steps.groups, *tokens), x.array.dtype) // steps.heads
-    if x.ndim == 3:
-        return tiled_bytes(x.shape[1:], x.dtype)
-    return tiled_bytes((max(1, x.shape[1] // steps.groups), *x.shape[2:]), x.dtype)
+    return tiled_bytes(part_of_head(x, steps), x.dtype)
 
 
 def tiled_bytes(shape: tuple[int, ...], dtype) -> int:

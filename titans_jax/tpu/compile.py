@@ -165,7 +165,7 @@ def compile_step(config: Config, topology: Topology, schedules: bool = True) -> 
 
     Raises:
       ConfigError: the mesh does not divide the topology's chips, the model or the batch; libtpu is not installed.
-      DoesNotFit: a chip has too little memory.
+      DoesNotFit: a chip has too little memory; ConfigError: a core too little VMEM for a kernel.
     """
     if config.mesh.slice not in (1, topology.slices):
         raise ConfigError(f"mesh.slice is {config.mesh.slice}, and --slices {topology.slices}; leave mesh.slice out")

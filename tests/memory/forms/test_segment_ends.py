@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.memory.pallas.test_fused import CHUNK, FLOAT64, assert_equal, draw, linear, probed, titans
+from tests.memory.pallas.test_fused import CHUNK, FLOAT64, assert_equal, draw, gates_of, linear, probed, titans
 from titans_jax import memory
 from titans_jax.memory import presets
 from titans_jax.memory.pallas import kernels
@@ -27,8 +27,7 @@ def found(rule, params, inputs, form, resets=None, in_calls=False):
 
     def run(params, inputs):
         arguments = [inputs[name] for name in ("queries", "keys", "values")]
-        gates = (inputs.get(name) for name in ("log_retention", "log_momentum", "step_size", "mask", "bias_gate"))
-        arguments.append(memory.Gates(*gates, window_weight=inputs.get("window_weight")))
+        arguments.append(gates_of(inputs))
         state = memory.init_state(rule, params)
         call = functools.partial(memory.memorize, rule, params, form=form)
         if not in_calls:
@@ -96,9 +95,7 @@ def test_what_is_no_whole_segment_is_refused(time, position, segment, sentence):
     params, inputs = draw(rule, time=time, head_dim=8)
     state = memory.init_state(rule, params)
     state = memory.MemoryState(state.weights, state.momentum, state.weights, position)
-    gates = memory.Gates(inputs["log_retention"], inputs["log_momentum"], inputs["step_size"])
+    tokens = (inputs[name] for name in ("queries", "keys", "values"))
     with pytest.raises(ValueError) as refused:
-        memory.memorize(
-            rule, params, state, *(inputs[name] for name in ("queries", "keys", "values")), gates, segment=segment
-        )
+        memory.memorize(rule, params, state, *tokens, gates_of(inputs), segment=segment)
     assert str(refused.value) == sentence

@@ -58,6 +58,12 @@ def draw(rule, lead=(), time=3 * CHUNK, head_dim=48, dtype=np.float32, bias_gate
     return params, inputs
 
 
+def gates_of(inputs):
+    """The gates among what `draw` made, and padding."""
+    names = "log_retention", "log_momentum", "step_size", "mask", "bias_gate", *CHANNEL_GATES, "window_weight"
+    return memory.Gates(*(inputs.get(name) for name in names))
+
+
 def stream(rule, params):
     """Matrices of a state that arrives inside a chunk."""
     like = lambda scale: tuple(w * scale for w in params["weights"])  # noqa: E731
@@ -87,20 +93,12 @@ def answers(rule, form, params, inputs, lead=(), flags=None, position=0, gradien
     a traced position. Without gradients, the kernel that keeps nothing for them runs."""
 
     def head(params, x):
-        gates = memory.Gates(
-            x["log_retention"],
-            x.get("log_momentum"),
-            x["step_size"],
-            x.get("mask"),
-            x.get("bias_gate"),
-            *(x.get(name) for name in CHANNEL_GATES),
-            x.get("window_weight"),
-        )
         state = memory.init_state(rule, params)
         if "state" in x:
             state = memory.MemoryState(**x["state"], position=x.get("position", position))
         tokens = (x[name] for name in ("queries", "keys", "values"))
-        return memory.memorize(rule, params, state, *tokens, gates, form, resets=x.get("resets"), return_surprise=True)
+        options = {"resets": x.get("resets"), "return_surprise": True}
+        return memory.memorize(rule, params, state, *tokens, gates_of(x), form, **options)
 
     rows = head
     for i in range(len(lead)):
