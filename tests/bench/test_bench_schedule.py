@@ -10,6 +10,7 @@ from titans_jax import cli, memory
 from titans_jax.bench import schedule
 from titans_jax.config import MemoryConfig, memory_rule
 from titans_jax.tpu.hlo import Program
+from titans_jax.tpu.schedules import pallas_kernels
 from titans_jax.tpu.topology import describe, find_topology
 
 needs_libtpu = pytest.mark.skipif(
@@ -59,6 +60,18 @@ def test_the_kernels_of_the_largest_heads_compile(monkeypatch):
             gradient = jax.jit(schedule.gradient(case, "fused", documents))
             compiled = gradient.lower(*schedule.inputs(case, mesh), *[resets] * documents).compile()
         assert len(Program(compiled.as_text()).kernels()) == 2, topology
+
+
+@needs_libtpu
+def test_the_backward_kernel_takes_one_of_the_largest_heads_where_retention_is_not_linear():
+    """In `moneta_1b`, of packed documents, two took 103 of the 102 MiB that a kernel may use on a v5e."""
+    case = schedule.Case(256, 16, expansion=4, rows=1, heads=8, preset="moneta")
+    mesh = jax.sharding.Mesh(describe(find_topology("v5e:1x1"))[:1], ("device",))
+    resets = jax.ShapeDtypeStruct((1, schedule.CHUNKS * 16), bool)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(schedule.gradient(case, "fused", documents=True)).trace(*schedule.inputs(case, mesh), resets)
+    grids = {kernel.signature.name: kernel.grid for kernel in pallas_kernels(traced.jaxpr.jaxpr)}
+    assert grids["memorize_backward"][0] == 8
 
 
 def test_schedules_are_of_the_rule_that_models_have():

@@ -58,7 +58,7 @@ class KernelSize(NamedTuple):
     directions: int
 
 
-FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1, 3), KernelSize(1024, 27, 3, 2, 12)
+FORWARD, BACKWARD = KernelSize(2048, 8, 1, 1, 3), KernelSize(1024, 27, 8, 2, 12)
 
 
 def grid_steps(
