@@ -24,7 +24,7 @@ needs_libtpu = pytest.mark.skipif(
 def test_the_kernels_compile_for_a_tpu():
     """Forward and gradient; 'no more than the slots there are, and the matrix unit in use' is what a schedule is."""
     row = schedule.measure("v5e:1x1", schedule.Case(64, 16, expansion=2, rows=1, heads=2))
-    assert (row.hidden, row.forward_heads, row.backward_heads) == (128, 2, 2)
+    assert (row.matrices, row.forward_heads, row.backward_heads) == ("64x128, 128x64", 2, 2)
     assert 0 < row.forward < row.both - row.forward
     assert 0 < row.xla_forward < row.xla_both
     for slots in (row.forward_slots, row.backward_slots):
@@ -34,8 +34,8 @@ def test_the_kernels_compile_for_a_tpu():
 @pytest.mark.tpu_compiler
 @pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("preset, topology", [("moneta", "v5e:1x1"), ("yaad", "v5p:2x2x1")])
-def test_the_kernels_of_miras_compile_with_their_own_gates(preset, topology):
+@pytest.mark.parametrize("preset, topology", [("moneta", "v5e:1x1"), ("yaad", "v5p:2x2x1"), ("comba", "v6e:1x1")])
+def test_kernels_compile_with_the_gates_of_their_presets(preset, topology):
     case = schedule.Case(64, 16, expansion=2, rows=1, heads=2, preset=preset)
     mesh = jax.sharding.Mesh(describe(find_topology(topology))[:1], ("device",))
     with jax.set_mesh(mesh):
@@ -86,7 +86,10 @@ def test_schedules_are_of_the_rule_that_models_have():
     [
         ("--topologies v6f:2x2", "there is no topology v6f:2x2"),
         ("--chunk_sizes 32", "chunk_sizes has 32; use any of 16, 64, 256"),
-        ("--preset gla", "preset is 'gla'; use one of ttt_mlp, titans, omeganet, moneta, yaad, atlas"),
+        (
+            "--preset lact",
+            "preset is 'lact'; use one of retnet, linear_attention, dfw, lightning_attention, gla",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_in_a_sentence(arguments, sentence, capsys):

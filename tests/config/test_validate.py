@@ -216,6 +216,28 @@ def test_float64_needs_jax_to_have_it():
         validate(config)
 
 
+@pytest.mark.parametrize(
+    "memory, sentence",
+    [
+        (
+            MemoryConfig(preset="omeganet", omega_window=64, chunk_size=64),
+            "model.memory.omega_window is 64; use at most data.sequence_length 32",
+        ),
+        (
+            MemoryConfig(preset="lact", chunk_size=64),
+            "model.memory.chunk_size is 64; use at most data.sequence_length 32, as lact makes its steps at",
+        ),
+    ],
+)
+def test_memories_that_rows_are_too_short_for_are_refused(memory, sentence):
+    config = Config(model=ModelConfig(memory=memory), data=DataConfig(sequence_length=32))
+    with pytest.raises(ConfigError, match=sentence):
+        validate(config)
+    validate(dataclasses.replace(config, data=DataConfig(sequence_length=64)))
+    shorter = dataclasses.replace(memory, chunk_size=32, omega_window=None)
+    validate(dataclasses.replace(config, model=ModelConfig(memory=shorter)))
+
+
 def test_unknown_field_of_a_file_names_the_nearest():
     with pytest.raises(ConfigError, match="there is no field model.dimm; did you mean model.dim?"):
         from_dict({"model": {"dimm": 3}})

@@ -26,44 +26,37 @@ SLOTS = ("MXU", "VALU", "XLU", "VLOAD", "VSTORE", "VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclass(frozen=True)
 class Case:
-    """Memories of two matrices, `rows` sequences of `heads` heads. draft, target: cycles per token of one head of a
-    first draft, and the aim, (forward, forward and backward), for Titans' rule; None where none was set."""
+    """`rows` sequences of `heads` heads; a hidden layer, where the memory has one, is `expansion` times as wide."""
 
     head_dim: int
     chunk_size: int
     expansion: int = 4
     rows: int = 2
     heads: int = 16
-    draft: tuple[float | None, float | None] = (None, None)
-    target: tuple[float | None, float | None] = (None, None)
     preset: str = "titans"
     letter: bool = False
     """True: the rule as the papers print it; False: as models have it by default, which forgets towards the start and
     bounds slopes."""
 
-    def __str__(self) -> str:
-        return f"{self.head_dim}, {self.head_dim * self.expansion}"
+    @property
+    def matrices(self) -> str:
+        """The shapes of a head's fast matrices."""
+        return ", ".join("x".join(map(str, shape)) for shape in rule_of(self).shapes(self.head_dim))
 
 
-CASES = (
-    Case(64, 16),
-    Case(64, 64, draft=(10.0, 61.0), target=(8.0, 40.0)),
-    Case(64, 256, draft=(7.8, 37.0), target=(6.5, 28.0)),
-    Case(128, 256, draft=(13.5, 74.0), target=(12.0, 45.0)),
-)
+CASES = (Case(64, 16), Case(64, 64), Case(64, 256), Case(128, 256))
 
 
 @dataclass(frozen=True)
 class Options:
-    """Compile the fused kernel for TPUs and print its schedule, by (head_dim, hidden) and chunk size; a case takes
-    minutes."""
+    """Compile the fused kernel for TPUs and print its schedule, by head_dim and chunk size; a case takes minutes."""
 
     topologies: tuple[str, ...] = ("v6e:1x1",)
     """Topologies to compile for, for example v6e:1x1 v5e:1x1 v5p:2x2x1."""
     chunk_sizes: tuple[int, ...] = ()
     """Only cases with these chunk sizes; empty: all cases."""
     preset: str = "titans"
-    """A preset of a deep memory, with its own retention gates and scalar step sizes."""
+    """A preset that a kernel runs, with the gates that it has in models (`titans models` says which)."""
     letter: bool = False
     """True: the rule as its paper prints it, which forgets to zero; False: as models have it by default, which forgets
     towards the start and bounds slopes."""
@@ -83,7 +76,7 @@ class Row:
     letter: bool
     topology: str
     head_dim: int
-    hidden: int
+    matrices: str
     chunk_size: int
     forward: float
     both: float
@@ -102,30 +95,29 @@ def main(options: Options) -> None:
     from rich.table import Table
 
     topologies = [find_topology(name).name for name in options.topologies]
-    if options.preset not in (deep := deep_presets()):
-        raise ConfigError(f"preset is {options.preset!r}; use one of {', '.join(deep)}")
-    known = {case.chunk_size for case in CASES}
-    if unknown := set(options.chunk_sizes) - known:
-        raise ConfigError(f"chunk_sizes has {min(unknown)}; use any of {', '.join(map(str, sorted(known)))}")
+    if options.preset not in (known := kernel_presets()):
+        raise ConfigError(f"preset is {options.preset!r}; use one of {', '.join(known)}")
+    sizes = {case.chunk_size for case in CASES}
+    if unknown := set(options.chunk_sizes) - sizes:
+        raise ConfigError(f"chunk_sizes has {min(unknown)}; use any of {', '.join(map(str, sorted(sizes)))}")
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("libtpu, which holds the compiler for TPUs, is not installed; pip install libtpu brings it")
     table = Table(
-        "topology", "head_dim, hidden", "chunk", "heads a step", "forward", "first draft -> to reach",
-        "forward + backward", "first draft -> to reach", "outside", "XLA form",
+        "topology", "matrices", "chunk", "heads a step", "forward", "forward + backward", "outside", "XLA form",
         title=f"{options.preset}{', to the letter' if options.letter else ''}: scheduled cycles per token of one head",
     )  # fmt: skip
-    slots = Table("topology", "head_dim, hidden", "chunk", "kernel", *SLOTS, title="slots that the schedule fills")
+    slots = Table("topology", "matrices", "chunk", "kernel", *SLOTS, title="slots that the schedule fills")
     rows, console = [], Console()
     for topology in topologies:
         for case in (case for case in CASES if not options.chunk_sizes or case.chunk_size in options.chunk_sizes):
+            case = dataclasses.replace(case, preset=options.preset, letter=options.letter)
             with console.status(f"{topology}, head_dim {case.head_dim}, chunk {case.chunk_size}"):
-                row = measure(topology, dataclasses.replace(case, preset=options.preset, letter=options.letter))
+                row = measure(topology, case)
             rows.append(row)
-            name = (topology, str(case), str(case.chunk_size))
-            aims = [_aim(*pair) for pair in zip(case.draft, case.target, strict=True)]
+            name = (topology, case.matrices, str(case.chunk_size))
             table.add_row(
-                *name, f"{row.forward_heads}, {row.backward_heads}", f"{row.forward:.1f}", aims[0], f"{row.both:.1f}",
-                aims[1], f"{row.outside:.1f}", f"{row.xla_forward:.0f}, {row.xla_both:.0f}",
+                *name, f"{row.forward_heads}, {row.backward_heads}", f"{row.forward:.1f}", f"{row.both:.1f}",
+                f"{row.outside:.1f}", f"{row.xla_forward:.0f}, {row.xla_both:.0f}",
             )  # fmt: skip
             for kernel, filled in zip(KERNELS, (row.forward_slots, row.backward_slots), strict=True):
                 slots.add_row(*name, kernel, *(f"{filled[slot]:.0%}" for slot in SLOTS))
@@ -133,16 +125,12 @@ def main(options: Options) -> None:
     console.print(table)
     console.print(slots)
     console.print(
-        "Aims are those of Titans for v6e. Heads a step: of the forward, and of the backward kernel. Outside: around "
-        "the kernels, by the compiler's estimates, as the XLA form's figures are (forward, with the backward pass). "
+        "Matrices: of a head. Heads a step: of the forward, and of the backward kernel. Outside: around the kernels, "
+        "by the compiler's estimates, as the XLA form's figures are (forward, with the backward pass). "
         f"Here every chunk's start state is stored; where k chunks share one, as up to {_chunks_a_state()}, the "
         "backward kernel runs the writes of k - 1 of k chunks once more, which costs at most that part of the forward."
     )
     console.print(f"saved {folder}")
-
-
-def _aim(draft: float | None, target: float | None) -> str:
-    return "none" if target is None else f"{draft:g} -> {target:g}"
 
 
 def _chunks_a_state() -> str:
@@ -171,21 +159,18 @@ def measure(topology: str, case: Case) -> Row:
     heads = [case.rows * case.heads // kernels[name].grid[0] for name in KERNELS]
     each = [kernel.rows / (n * case.chunk_size) for kernel, n in zip((ahead, back), heads, strict=True)]
     return Row(
-        case.preset, case.letter, topology, case.head_dim, case.head_dim * case.expansion, case.chunk_size, each[0],
-        sum(each), **cycles, forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots,
+        case.preset, case.letter, topology, case.head_dim, case.matrices, case.chunk_size, each[0], sum(each),
+        **cycles, forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots,
         backward_slots=back.slots,
     )  # fmt: skip
 
 
-def deep_presets() -> list[str]:
-    """Presets whose memory has a hidden width and that a kernel runs."""
-    import inspect
-
+def kernel_presets() -> list[str]:
+    """Presets that a kernel runs with their own gates."""
     from titans_jax.memory.pallas import entry
     from titans_jax.memory.rule.presets import PRESETS
 
-    wide = {name: one for name, one in PRESETS.items() if "expansion" in inspect.signature(one.make).parameters}
-    return [name for name, one in wide.items() if entry.supports(rule := one.make(), one.gates.example(rule))]
+    return [name for name, one in PRESETS.items() if entry.supports(rule := one.make(), one.gates.example(rule))]
 
 
 def rule_of(case: Case):
@@ -271,7 +256,7 @@ def save(rows: list[Row], folder: Path) -> Path:
             color="tab:orange", alpha=0.3,
         )  # fmt: skip
         axes.bar_label(drawn, fmt="%.3g", fontsize=7)
-        labels = [f"{row.topology}\n{row.head_dim}, {row.hidden}\nchunk {row.chunk_size}" for row in rows]
+        labels = [f"{row.topology}\n{row.matrices}\nchunk {row.chunk_size}" for row in rows]
         axes.set_xticks(range(len(rows)), labels)
         axes.set(ylabel="scheduled cycles per token of one head")
         axes.figure.legend(fontsize=7, ncols=2, loc="outside upper center")

@@ -46,6 +46,7 @@ def validate(config: Config) -> None:
     _validate_ranges(config)
     _validate_model(config.model)
     _validate_batch(config)
+    _validate_rows(config)
     validate_processes(config.processes)
     _validate_profile(config)
 
@@ -189,6 +190,18 @@ def _validate_batch(config: Config) -> None:
     head, z_loss = config.model.head, config.training.z_loss
     if z_loss and head != "language_model":
         raise ConfigError(f"training.z_loss is {z_loss}; use 0, as model.head {head} predicts no tokens")
+
+
+def _validate_rows(config: Config) -> None:
+    """Refuse what a memory's rows of training are too short for."""
+    memory, row = config.model.memory, config.data.sequence_length
+    if (memory.omega_window or 1) > row:
+        raise ConfigError(f"model.memory.omega_window is {memory.omega_window}; use at most data.sequence_length {row}")
+    if memory_rule(memory).algorithm.steps_by_chunk and memory.chunk_size > row:
+        raise ConfigError(
+            f"model.memory.chunk_size is {memory.chunk_size}; use at most data.sequence_length {row}, as "
+            f"{memory.preset} makes its steps at chunks' ends, and would write nothing in training"
+        )
 
 
 def validate_processes(processes: ProcessesConfig) -> None:

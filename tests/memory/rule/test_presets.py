@@ -55,6 +55,17 @@ def test_preset_is_its_published_recurrence(name, form):
 
 
 @pytest.mark.slow
+@each_form
+def test_deep_linear_attention_over_a_window_is_its_published_recurrence(form):
+    """ATLAS' SWDT, as far as notes on the paper define it: `dla` by the Omega rule."""
+    model = miras_inputs.dla_model(window=3)
+    inputs = model.inputs()
+    expected = model.expect(inputs, model.params)
+    assert error(run(model.rule, form, model.params, inputs)[0], expected) <= TOLERANCE
+    assert error(MODELS["dla"].expect(inputs, model.params), expected) > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_preset_in_the_fast_path(name):
     """One row at a static position, without resets and mask, of every path that the chunked form takes."""
