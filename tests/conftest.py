@@ -22,6 +22,7 @@ import pytest  # noqa: E402
 # A test that mixes dtypes or ranks by accident fails: so would a TPU program that silently widens to float32.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.devices()  # jax starts with one device, whichever test comes first: training would ask for one per core
 
 # Every compiled program maps memory of its own, and Linux ends a process with more than 65,530 maps in a segmentation
 # fault inside XLA; this suite compiles enough for that.

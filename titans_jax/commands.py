@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tyro.conf import Positional
 
-from titans_jax.config import Config, ConfigError, MeshConfig, ProcessesConfig, to_dict
+from titans_jax.config import Config, ConfigError, ProcessesConfig, to_dict
 from titans_jax.config.command_line import parse
 from titans_jax.config.files import find_config, shipped_configs
 from titans_jax.config.help import describe_fields
@@ -34,13 +34,10 @@ def train(arguments: list[str]) -> None:
     given = [each for each in arguments if each not in ("--dry-run", "--dry_run")]
     name, config = configuration("titans train", given)
     _cache_compilations()
-    from titans_jax import sharding
     from titans_jax.sharding import processes
     from titans_jax.training import dry_run, train
 
     processes.start(config.processes)
-    if config.mesh == MeshConfig():
-        sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
     _quieten()
     if given != arguments:
         return dry_run(config)

@@ -1,5 +1,6 @@
 """Training on several devices, stopped and continued, takes the losses of one device."""
 
+import math
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.training.tiny import tiny_config
+from titans_jax.sharding import cores
 from titans_jax.training import train
 from titans_jax.training.metrics import read_metrics
 
@@ -50,6 +52,33 @@ def test_given_weights_lie_where_drawn_ones_would():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", FIRST_OF_TWO], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+CORES = """
+import jax
+from titans_jax.config import Config, DataConfig, MeshConfig
+from titans_jax.training.mesh import use_cores
+{first}
+use_cores(Config(data=DataConfig(batch_size={rows}), mesh={mesh}))
+print(jax.device_count())
+"""
+
+
+@pytest.mark.parametrize(
+    "first, rows, mesh, devices",
+    [
+        ("", 8, "MeshConfig()", math.gcd(8, cores())),
+        ("", 3, "MeshConfig()", math.gcd(3, cores())),
+        ("", 8, "MeshConfig(data=1)", 1),
+        ("jax.config.update('jax_num_cpu_devices', 3)", 8, "MeshConfig()", 3),
+    ],
+)
+def test_training_from_python_has_a_device_per_core(first, rows, mesh, devices):
+    """Unless the user has said how many there are, or how they share the work."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    program = CORES.format(first=first, rows=rows, mesh=mesh)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [str(devices)], done.stderr
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -39,10 +39,11 @@ def use_cores(rows: int) -> None:
     """On a machine without accelerator, make one device per core, as many as divide `rows`.
 
     XLA runs the small matrix products of a memory on one thread; rows on devices of their own use every core. Does
-    nothing once jax has started, where XLA_FLAGS says how many devices there are, where there is an accelerator, and
-    with several processes, whose machines may have different numbers of cores.
+    nothing once jax has started, where XLA_FLAGS or jax_num_cpu_devices says how many devices there are, where there is
+    an accelerator, and with several processes, whose machines may have different numbers of cores.
     """
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "") or jax.distributed.is_initialized():
+    said = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if said or jax.config.jax_num_cpu_devices > 0 or jax.distributed.is_initialized():
         return
     with contextlib.suppress(RuntimeError):  # jax has started
         jax.config.update("jax_num_cpu_devices", math.gcd(rows, cores()))

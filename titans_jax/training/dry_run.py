@@ -9,7 +9,7 @@ from titans_jax import data, sharding
 from titans_jax.config import Config, leaves
 from titans_jax.models import granularity, training_flops_per_token
 from titans_jax.training.loop import check_run
-from titans_jax.training.mesh import to_devices, use_mesh
+from titans_jax.training.mesh import to_devices, use_cores, use_mesh
 from titans_jax.training.optimizer import groups, make_optimizer
 from titans_jax.training.run import first_model, initial_weights
 from titans_jax.training.step import first_state, step_of
@@ -27,6 +27,7 @@ def dry_run(config: Config) -> None:
     Raises:
       ConfigError, DataError: as training would; the run's folder is not looked at.
     """
+    use_cores(config)
     tokenizer = check_run(config)
     initial = initial_weights(config) if config.training.init_from else None
     defaults = leaves(Config())

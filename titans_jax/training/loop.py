@@ -31,7 +31,7 @@ from titans_jax.training.failures import told_as_stops
 from titans_jax.training.flops import peak_flops_per_second
 from titans_jax.training.goodput import Goodput
 from titans_jax.training.lock import RunLock
-from titans_jax.training.mesh import batch_sharding, to_devices, use_mesh
+from titans_jax.training.mesh import batch_sharding, to_devices, use_cores, use_mesh
 from titans_jax.training.metrics import MetricsWriter, import_wandb, plot_losses, read_metrics
 from titans_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from titans_jax.training.profile import Profile
@@ -62,6 +62,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
     for bit, as a run that was never interrupted.
 
     Several processes (titans_jax.sharding.processes) call this with the same configuration and a folder that all see.
+    Where it is the first to use jax, and there is no accelerator, rows are shared out over the machine's cores.
 
     Raises:
       ConfigError, data.DataError, ProcessesError, RunInUse: nothing has been compiled or written.
@@ -70,6 +71,7 @@ def train(config: Config, run_dir: Path, console: Console | None = None) -> None
       ProcessLost: another process has died.
       CheckpointError: a checkpoint could not be written or read; those before it are whole.
     """
+    use_cores(config)
     console = console or Console(quiet=jax.process_index() != 0)
     goodput = Goodput()
     with processes.together():

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from titans_jax import sharding
-from titans_jax.config import Config, ConfigError, DataConfig
+from titans_jax.config import Config, ConfigError, DataConfig, MeshConfig
 from titans_jax.layers.feed_forward import hidden_width
 from titans_jax.models.loss import Batch
 
@@ -73,6 +73,13 @@ def use_mesh(config: Config) -> Iterator[jax.sharding.Mesh | None]:
     else:
         with sharding.use_mesh(mesh):
             yield mesh
+
+
+def use_cores(config: Config) -> None:
+    """One CPU device per core for the rows of a configuration that leaves the mesh open (`sharding.use_cores`)."""
+    if config.mesh == MeshConfig():
+        with contextlib.suppress(TypeError, ZeroDivisionError):  # which `validate` refuses in a sentence
+            sharding.use_cores(config.data.batch_size // config.training.gradient_accumulation)
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
