@@ -17,6 +17,7 @@ from titans_jax.config import Config, ConfigError, MemoryConfig, ModelConfig, le
 from titans_jax.config.command_line import parse
 from titans_jax.inference.command import GenerateOptions
 from titans_jax.memory.rule.presets import PRESETS
+from titans_jax.models.block import BLOCKS
 
 SMALL = """
 from tests.training.tiny import tiny_config
@@ -280,7 +281,9 @@ def test_models_can_be_read_at_80_columns(capsys, monkeypatch):
     assert max(map(len, printed[80].splitlines())) <= 80
     words = {width: Counter(re.findall(r"[^\s│─┼]+", text)) for width, text in printed.items()}
     assert words[80] == words[400]
-    assert set(PRESETS) <= set(words[80])
+    assert {*PRESETS, *BLOCKS} <= set(words[80])
+    ours = [preset for preset in PRESETS.values() if preset.make.__module__.startswith("titans_jax.")]
+    assert words[80]["arXiv"] >= len(ours) > 30  # of each, the paper
     others = "mesa, memora, lact"
     assert f"fused for all but {others}; chunked for {others} Memory" in " ".join(printed[80].split())
 

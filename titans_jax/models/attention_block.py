@@ -42,7 +42,7 @@ class AttentionBlock(Block):
 
 @register_block("window")
 class WindowBlock(AttentionBlock):
-    """The same with attention to the last `config.window` tokens."""
+    """x += window_attention(norm(x)); x += feed_forward(norm(x)): attention to the last `config.window` tokens."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, config.window, rngs=rngs)

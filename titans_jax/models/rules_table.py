@@ -1,7 +1,9 @@
-"""The table of `titans models`: every memory rule by name, its parts, the forms that run it, and ways to keep it."""
+"""The tables of `titans models`: every memory rule by name, its parts, its paper, the forms that run it, and ways to
+keep it; then the blocks that hold memories."""
 
 import contextlib
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from titans_jax.config import ConfigError, MemoryConfig, cache_aggregation, check_levels
 from titans_jax.memory import FORMS, choose_form
 from titans_jax.memory.caching import AGGREGATIONS
-from titans_jax.memory.rule.presets import PRESETS, state_floats
+from titans_jax.memory.rule.presets import PRESETS, Preset, state_floats
+from titans_jax.models.block import BLOCKS
 from titans_jax.ops.backend import TPU
 
 HEAD_DIM = 64
@@ -21,7 +25,7 @@ HEAD_DIM = 64
 
 
 def print_rules() -> None:
-    """Print the table."""
+    """Print the tables."""
     # 80 columns hold the five with nothing to spare but a line between them.
     names = Column("preset", min_width=max(map(len, PRESETS)))
     table = Table(names, "memory", "bias", "retention", "algorithm", box=box.MINIMAL, padding=0, show_edge=False)
@@ -33,7 +37,7 @@ def print_rules() -> None:
         retention += ["with its keys"] * gates.rotated_keys
         retention += [f"{side} channels" for side in ("key", "value") if getattr(gates, side)]
         table.add_row(
-            f"{name}\n{state_floats(rule, HEAD_DIM):,} floats" + ", exact" * rule.exact,
+            "\n".join([name, *_paper(preset), f"{state_floats(rule, HEAD_DIM):,} floats" + ", exact" * rule.exact]),
             "\n".join(_words(rule.architecture)),
             "\n".join(_words(rule.bias)),
             "\n".join([*_words(rule.retention), *retention]) if retention else "none",
@@ -53,7 +57,16 @@ def print_rules() -> None:
         "TNT (model.memory.local_chunks, model.memory.shard): all that are defined by chunks",
         f"log-linear attention (model.memory.log_linear_levels): {_able(check_levels, log_linear_levels=1)}",
     )
-    console.print("", *notes, sep="\n")
+    console.print("", *notes, "", sep="\n")
+    blocks = Table("block (model.pattern)", "what it does", box=box.MINIMAL, padding=0, show_edge=False)
+    for name, block in BLOCKS.items():
+        blocks.add_row(name, Text((inspect.getdoc(block) or "").split("\n\n")[0]))  # [P | x] is no markup
+    console.print(blocks)
+
+
+def _paper(preset: Preset) -> list[str]:
+    """The paper that a preset's docstring cites first, if it cites one."""
+    return re.findall(r"arXiv [0-9.]+[0-9]", inspect.getdoc(preset.make) or "")[:1]
 
 
 def _words(choice: Any) -> list[str]:
