@@ -200,7 +200,7 @@ def test_a_state_that_is_known_to_be_at_a_border():
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
-@pytest.mark.exhaustive  # each part's gradient is in tests of its own
+@pytest.mark.slow
 def test_the_gradient_is_the_difference_of_losses():
     graphdef, params = nnx.split(layer_of(CONFIG))
     rng, point = np.random.default_rng(5), (params, inputs(batch=1, time=12))

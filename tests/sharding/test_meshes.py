@@ -98,6 +98,52 @@ for parts, axes in ((2, {"data": 1, "slice": 2, "fsdp": 2, "tensor": 2}), (1, {"
 )
 
 
+COLLECTIVES = """
+import dataclasses, functools
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+import numpy as np
+from titans_jax import sharding
+from titans_jax.config import Config, DataConfig, MemoryConfig, MeshConfig, ModelConfig
+from titans_jax.models.loss import loss_sum
+from titans_jax.tpu.hlo import Program
+from titans_jax.training.mesh import mesh_of
+from titans_jax.training.run import init_model
+
+MODEL = ModelConfig(
+    dim=16, depth=1, num_heads=2, head_dim=8, vocab_size=32, hidden_dim=32, dtype="float32",
+)
+tokens = np.zeros((8, 32), np.int32)
+batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones_like(tokens)}
+
+def sent(pattern, persistent, segment, chunk_size, **axes):
+    "Calls and bytes of collectives by kind and axes; those in a scan count as often as it turns."
+    memory = MemoryConfig(depth=1, chunk_size=chunk_size)
+    model = dataclasses.replace(
+        MODEL, pattern=(pattern,), num_persistent=persistent, segment=segment, memory=memory
+    )
+    with sharding.use_mesh(mesh_of(Config(model=model, data=DataConfig(batch_size=8), mesh=MeshConfig(**axes)))):
+        graphdef, params = init_model(model, seed=3)
+        place = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P(sharding.BATCH))
+        gradients = jax.jit(jax.value_and_grad(functools.partial(loss_sum, graphdef), has_aux=True))
+        program = Program(gradients.lower(params, jax.device_put(batch, place)).compile().as_text())
+        assert program.unknown_loops() == 0
+        return program.collectives(dict(jax.sharding.get_mesh().shape))
+
+once, twice = (sent("lmm", 0, 16, chunk_size, data=2, fsdp=2, tensor=2) for chunk_size in (8, 4))
+assert once == twice, (once, twice)
+once, twice = (sent("mac", 2, segment, 4, data=2, fsdp=4) for segment in (16, 8))
+assert once == twice, (once, twice)
+assert {"all-gather", "all-reduce"} <= {collective.kind for collective in once}
+"""
+
+
+@pytest.mark.slow
+def test_collectives_run_neither_per_chunk_nor_per_segment():
+    """Fast matrices spread over `tensor` stay where they are; a segment's parameters are gathered once for all."""
+    child.run(COLLECTIVES)
+
+
 @pytest.mark.slow
 def test_a_step_of_copies_is_that_of_one():
     """Each copy adds up its own microbatches; what is summed over the copies at the end is the whole batch's."""

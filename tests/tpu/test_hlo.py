@@ -105,6 +105,7 @@ def test_what_cannot_be_read_is_told_or_refused():
         ("[1,4]<=[4]", ("fsdp", "tensor")),
         ("mesh['a'=2,'b'=1,'c'=2] {'a'}", ("fsdp",)),
         ("mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}", ("tensor",)),
+        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}", ("tensor",)),
     ],
 )
 def test_every_way_to_write_groups(groups, axes):

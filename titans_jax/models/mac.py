@@ -59,7 +59,7 @@ from titans_jax.models.flops import (
     projection_flops,
 )
 from titans_jax.ops.platform import KERNELS
-from titans_jax.sharding import BATCH, constrain
+from titans_jax.sharding import BATCH, constrain, on_own_rows
 
 
 class Rows(NamedTuple):
@@ -239,41 +239,19 @@ class MAC(Block):
         tails = RowTails(state.tail, state.attention_tails)
         rows, tails = self._rows(x, tails, positions, documents, first_tail)
 
-        def one_segment(
-            memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]
-        ) -> tuple[MemoryLayerState, Any]:
-            rows, documents = inputs
-            mask = None
-            if documents is not None:
-                mask, starts = documents.mask, documents.starts[:, 0]
-                memory = jax.tree.map(
-                    lambda new, old: jnp.where(flags_like(starts, old), new, old), first.memory, memory
-                )
-            weights = memory.memory.weights
-            prefix = self._seen_by_all(state.prefix, weights)
-            memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, prefix, mask=mask)
-            return memory, (y, reads, (weights, context, prefix), report)
-
-        def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]) -> tuple[MemoryLayerState, Any]:
-            memory, (y, reads, _, report) = one_segment(memory, inputs)
-            return memory, (y, reads, report)
-
-        if self.remat:
-            policy = jax.checkpoint_policies.save_only_these_names(KERNELS)
-            scanned = jax.checkpoint(scanned, prevent_cse=False, policy=policy)
-
         whole, rest = divmod(time, self.segment)
         end = whole * self.segment
         memory, parts = state.memory, []
         if whole:
-            cut = functools.partial(to_segments, whole, self.segment)
-            memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, (rows, documents)))
-            report = {n: r[-1] if n == "weight_norm" else from_segments(r) for n, r in report.items()}
-            parts.append((from_segments(y), jax.tree.map(from_segments, reads), report))
-        state = self._open_segment(memory, tails, state.prefix)
+            graphdef, shared, unused = nnx.split(self, _in_segments, ...)
+            scan = functools.partial(_scan_segments, graphdef, unused, whole)
+            memory, part = on_own_rows(scan, shared, (memory, first.memory, state.prefix, (rows, documents)))
+            parts.append(part)
+        prefix = state.prefix
+        state = self._open_segment(memory, tails, prefix)
         if rest:
-            memory, (y, reads, (weights, context, prefix), report) = one_segment(
-                memory, jax.tree.map(lambda rows: rows[:, end:], (rows, documents))
+            memory, (y, reads, (weights, context, prefix), report) = self._segment_of(
+                memory, first.memory, prefix, jax.tree.map(lambda rows: rows[:, end:], (rows, documents))
             )
             room = [(0, 0), (0, self.segment - rest), (0, 0), (0, 0)]
             context = jax.tree.map(lambda rows: jnp.pad(rows, room), context)
@@ -284,6 +262,29 @@ class MAC(Block):
         ys, reads, reports = zip(*parts, strict=True)
         reads = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *reads)
         return jnp.concatenate(ys, axis=1), reads, state, _join(reports)
+
+    def _segment_of(
+        self,
+        memory: MemoryLayerState,
+        first: MemoryLayerState,
+        prefix: KeyValues,
+        inputs: tuple[Rows, Documents | None],
+    ) -> tuple[MemoryLayerState, Any]:
+        """A segment, or the beginning of one, from its first token on. first: the memory with which documents begin.
+
+        Returns:
+          the memory after it; y, reads, what a state inside this segment holds of it (weights, context, prefix), and
+          the report.
+        """
+        rows, documents = inputs
+        mask = None
+        if documents is not None:
+            mask, starts = documents.mask, documents.starts[:, 0]
+            memory = jax.tree.map(lambda new, old: jnp.where(flags_like(starts, old), new, old), first, memory)
+        weights = memory.memory.weights
+        prefix = self._seen_by_all(prefix, weights)
+        memory, (y, reads, context, report) = self._attend_and_write(rows, memory, weights, prefix, mask=mask)
+        return memory, (y, reads, (weights, context, prefix), report)
 
     def _token_by_token(self, x: jax.Array, state: MACState) -> tuple[jax.Array, Reads, MACState, dict[str, jax.Array]]:
         """x [b, t, dim] from anywhere in a segment on."""
@@ -378,6 +379,36 @@ class MAC(Block):
         reads, memory, report = self.memory.memorize(z, memory._replace(memory=written), mask=mask)
         memory = memory._replace(memory=dataclasses.replace(memory.memory, position=None))
         return memory, (y, reads._replace(reads=side_by_side(reads.reads)), context, report)
+
+
+def _in_segments(path: tuple[Any, ...], value: Any) -> bool:
+    """Whether this is a parameter of what runs segment by segment."""
+    return path[0] in ("attention", "memory", "long_term", "recall_norm", "write_norm")
+
+
+def _scan_segments(
+    graphdef: nnx.GraphDef,
+    unused: nnx.State,
+    count: int,
+    shared: nnx.State,
+    rows: tuple[MemoryLayerState, MemoryLayerState, KeyValues, tuple[Rows, Documents | None]],
+) -> tuple[MemoryLayerState, tuple[jax.Array, Reads, dict[str, jax.Array]]]:
+    """`count` whole segments of a block of these parameters, as `MAC._segment_of` takes them, rows [b, t, ...]: the
+    memory after them, y, reads and the report."""
+    block: MAC = nnx.merge(graphdef, shared, unused)
+    memory, first, prefix, inputs = rows
+
+    def scanned(memory: MemoryLayerState, inputs: tuple[Rows, Documents | None]) -> tuple[MemoryLayerState, Any]:
+        memory, (y, reads, _, report) = block._segment_of(memory, first, prefix, inputs)
+        return memory, (y, reads, report)
+
+    if block.remat:
+        policy = jax.checkpoint_policies.save_only_these_names(KERNELS)
+        scanned = jax.checkpoint(scanned, prevent_cse=False, policy=policy)
+    cut = functools.partial(to_segments, count, block.segment)
+    memory, (y, reads, report) = jax.lax.scan(scanned, memory, jax.tree.map(cut, inputs))
+    report = {n: r[-1] if n == "weight_norm" else from_segments(r) for n, r in report.items()}
+    return memory, (from_segments(y), jax.tree.map(from_segments, reads), report)
 
 
 def _join(reports: tuple[dict[str, jax.Array], ...]) -> dict[str, jax.Array]:

@@ -186,6 +186,28 @@ def add_over_copies(function: Callable[[Any, Any], Any], params: Any, rows: Any)
     )(params, rows)
 
 
+def on_own_rows(function: Callable[[Any, Any], Any], shared: Any, rows: Any) -> Any:
+    """function(shared, rows), on every device for its own rows.
+
+    What all rows share is gathered once, and its gradients are added up over devices once, however often `function`
+    uses it: left to itself, the compiler would do both in every turn of a scan. Where heads are spread over devices
+    too, it is left to itself, as it would otherwise send half as much again between those (tpu/schedule.md, MAC).
+
+    Args:
+      shared: leaves that are no rows, such as parameters. rows: leaves [batch, ...].
+    Returns:
+      What `function` returns, leaves [batch, ...].
+    """
+    shape = jax.sharding.get_abstract_mesh().shape
+    axes = tuple(axis for axis in batch_axes(jax.tree.leaves(rows)[0].shape[0]) or () if shape.get(axis, 1) > 1)
+    if not axes or head_shards() > 1:
+        return function(shared, rows)
+    spec = PartitionSpec(axes)
+    return jax.shard_map(
+        function, in_specs=(PartitionSpec(), spec), out_specs=spec, axis_names=set(axes), check_vma=False
+    )(shared, rows)
+
+
 def inside_a_copy() -> bool:
     """Whether this is traced by `add_over_copies`, for several copies."""
     return bool(set(COPIES).intersection(jax.sharding.get_abstract_mesh().manual_axes))

@@ -262,7 +262,7 @@ def _axes(instruction: Instruction, mesh: dict[str, int]) -> tuple[tuple[str, ..
 
 def _groups(line: str, devices: int) -> list[list[int]]:
     """Replica groups: written out, {{0,2},{1,3}}; as an iota, [2,2]<=[2,2]T(1,0); or as axes of a mesh of XLA's own,
-    mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}.
+    mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}, where device_ids may be an iota too, ([2,2]T(1,0)).
 
     Raises:
       ValueError: they are written in an unknown form.
@@ -273,14 +273,26 @@ def _groups(line: str, devices: int) -> list[list[int]]:
     text = text.group(1)
     if listed := re.match(r"\{((?:\{[\d,]+\},?)+)\}", text):
         return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed.group(1))]
-    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        return (ids if order is None else ids.transpose(order)).reshape(shape[0], -1).tolist()
-    if named := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(([\d,]*)\))? ?\{([^}:]*)\}", text):
+    if iota := re.match(rf"\[(\d+)[\d,]*\]<={_IOTA}", text):
+        return _iota(*iota.groups()[1:]).reshape(int(iota.group(1)), -1).tolist()
+    if named := re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]*))\))? ?\{{([^}}:]*)\}}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-        order = [int(n) for n in named.group(2).split(",")] if named.group(2) else range(math.prod(sizes.values()))
-        along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named.group(3))]
-        ids = np.moveaxis(np.array(order).reshape(list(sizes.values())), along, range(-len(along), 0))
+        dims, order, listed, axes = named.groups()[1:]
+        ids = _iota(dims or str(math.prod(sizes.values())), order)
+        if listed:
+            ids = np.array([int(n) for n in listed.split(",")])
+        along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes)]
+        ids = np.moveaxis(ids.reshape(list(sizes.values())), along, range(-len(along), 0))
         return ids.reshape(-1, math.prod(ids.shape[len(sizes) - len(along) :])).tolist()
     raise ValueError(f"replica_groups is {text[:80]}, a form that is not known")
+
+
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+"""Whole numbers from 0 on, in an array of these sides, and then its sides in another order: [2,4]T(1,0)."""
+
+
+def _iota(sides: str, order: str | None) -> np.ndarray:
+    """The numbers that `_IOTA` describes."""
+    shape = [int(n) for n in sides.split(",")]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids if order is None else ids.transpose([int(n) for n in order.split(",")])
