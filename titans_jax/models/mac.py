@@ -24,8 +24,8 @@ the rotary position of token j, counted from the segment's start.
 
 Only what needs the memory runs segment by segment; what depends on x alone is computed before it for the whole row, and
 the merge after it. A gradient would store all intermediate values of every segment; with remat `full` the backward pass
-recomputes a segment, except for its kernels. On a mesh each device runs the segments of its own rows, so that parameters
-are gathered, and their gradients added up, once for all segments (`sharding.on_own_rows`).
+recomputes a segment, except for its kernels. On a mesh each device runs the segments of its own rows, so that
+parameters are gathered, and their gradients added up, once for all segments (`sharding.on_own_rows`).
 """
 
 import dataclasses
