@@ -116,9 +116,9 @@ MODEL = ModelConfig(
 tokens = np.zeros((8, 32), np.int32)
 batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones_like(tokens)}
 
-def sent(pattern, persistent, segment, chunk_size, **axes):
+def sent(pattern, persistent, segment, chunk_size, preset="titans", **axes):
     "Calls and bytes of collectives by kind and axes; those in a scan count as often as it turns."
-    memory = MemoryConfig(depth=1, chunk_size=chunk_size)
+    memory = MemoryConfig(preset=preset, depth=1, chunk_size=chunk_size, continuum_chunks=(16,))
     model = dataclasses.replace(
         MODEL, pattern=(pattern,), num_persistent=persistent, segment=segment, memory=memory
     )
@@ -131,6 +131,8 @@ def sent(pattern, persistent, segment, chunk_size, **axes):
         return program.collectives(dict(jax.sharding.get_mesh().shape))
 
 once, twice = (sent("lmm", 0, 16, chunk_size, data=2, fsdp=2, tensor=2) for chunk_size in (8, 4))
+assert once == twice, (once, twice)
+once, twice = (sent("hope", 0, 16, chunk_size, "hope", data=2, fsdp=4) for chunk_size in (8, 4))
 assert once == twice, (once, twice)
 once, twice = (sent("mac", 2, segment, 4, data=2, fsdp=4) for segment in (16, 8))
 assert once == twice, (once, twice)

@@ -156,7 +156,7 @@ class ContinuumMemory(MemoryLayer):
         kept = forget(logits[..., 1]) if self.forgets else jnp.zeros_like(logits[..., 1])
         step_size = jax.nn.sigmoid(logits[..., 0]) / (self.unit * size)
         packed = (None, None) if documents is None else (documents.mask, documents.starts)
-        first = jax.tree.map(lambda leaf: leaf[None], self.start()[number].weights)
+        first = broadcast(self.start()[number].weights, len(inputs))  # as params, whose gradients are summed at the end
         step = functools.partial(self._window, rule, params, first)
         window = WindowInputs(inputs, values, kept, step_size, *packed)
         state, _, answers = scan_chunks(step, size, state, None, window)
@@ -172,7 +172,7 @@ class ContinuumMemory(MemoryLayer):
         window: WindowInputs,
         valid: jax.Array | None,
     ) -> tuple[memory.MemoryState, None, jax.Array]:
-        """Tokens of one window; first: the weights that documents start with, [1, ...]."""
+        """Tokens of one window; first: the weights that documents start with, [b, ...]."""
         mask, position = window.mask, state.position
         if window.begins is not None:  # documents are read from a window's start on
             fresh = lambda new, old: jnp.where(flags_like(window.begins[:, 0], old), new, old)  # noqa: E731

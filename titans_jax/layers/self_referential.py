@@ -167,8 +167,9 @@ class SelfReferentialMemory(HeadReads):
             own = memories_of((broadcast(params, x.shape[0]), state.memories.weights), slice(-1, None))
             reads = self._retrieve(*own, inputs.queries)[:, 0]
             return self.output(x, self.kept(reads)), state._replace(tails=tails), {}
-        first = jax.tree.map(lambda leaf: leaf[None], start.memories.weights)
-        step = functools.partial(self._chunk, broadcast(params, x.shape[0]), first)
+        # A copy of each for every row: gradients of a single one would be summed over rows in every chunk.
+        shared = (params, (self.gate_kernel[...], self.gate_bias[...]), start.memories.weights)
+        step = functools.partial(self._chunk, *broadcast(shared, x.shape[0]))
         memories, steps, outputs = scan_chunks(
             step, self.rule.chunk_size, state.memories, state.tails.get("steps"), inputs
         )
@@ -223,13 +224,15 @@ class SelfReferentialMemory(HeadReads):
     def _chunk(
         self,
         params: memory.Params,
+        gate_params: tuple[jax.Array, jax.Array],
         first: tuple[jax.Array, ...],
         state: memory.MemoryState,
         tail: StepTail | None,
         inputs: ChunkInputs,
         valid: jax.Array | None,
     ) -> tuple[memory.MemoryState, StepTail | None, ChunkOutputs]:
-        """Tokens of one chunk; params [b, n, h, ...], first: the weights that documents start with, [1, n, h, ...]."""
+        """Tokens of one chunk; params [b, n, h, ...], gate_params: kernel and bias [b, 2, h, ...], first: the weights
+        that documents start with, [b, n, h, ...]."""
         mask = inputs.mask
         if inputs.begins is not None:  # documents are read from a chunk's start on
             fresh = lambda new, old: jnp.where(flags_like(inputs.begins[:, 0], old), new, old)  # noqa: E731
@@ -240,7 +243,7 @@ class SelfReferentialMemory(HeadReads):
         made = self._retrieve(*memories_of((params, state.anchor), slice(-1)), inputs.tokens)
         key, value, step_size, retention = (made[:, i] for i in range(len(MEMORIES) - 1))
         key, value = (l2_normalize(x).astype(self.dtype) for x in (key, value))
-        gates = self._gates(jnp.stack([step_size, retention], axis=1), mask)
+        gates = self._gates(jnp.stack([step_size, retention], axis=1), *gate_params, mask)
         if self.shares_steps:
             gates, tail = self._share(gates, key, tail, state.position, valid)
         targets = self._retrieve(params, state.anchor, value).astype(self.dtype)
@@ -255,11 +258,10 @@ class SelfReferentialMemory(HeadReads):
         outputs = ChunkOutputs(reads[:, 0], targets[:, -1], gates.log_retention, gates.step_size, surprise)
         return at(after, state.position), tail, outputs
 
-    def _gates(self, made: jax.Array, mask: jax.Array | None) -> memory.Gates:
-        """Gates [b, c, h] from the reads of M_step_size and M_retention, [b, 2, c, h, d]. Only the direction of a read
-        counts, so that a large memory does not make a large step."""
-        direction = l2_normalize(made)
-        logits = jnp.einsum("bncha,nha->nbch", direction, self.gate_kernel[...]) + self.gate_bias[...][:, None, None]
+    def _gates(self, made: jax.Array, kernel: jax.Array, bias: jax.Array, mask: jax.Array | None) -> memory.Gates:
+        """Gates [b, c, h] from the reads of M_step_size and M_retention, [b, 2, c, h, d], with a kernel [b, 2, h, d]
+        and a bias [b, 2, h]. Only the direction of a read counts, so that a large memory does not make a large step."""
+        logits = jnp.einsum("bncha,bnha->nbch", l2_normalize(made), kernel) + jnp.swapaxes(bias, 0, 1)[:, :, None]
         step_size, log_retention = (gate.function(x) for gate, x in zip(self.gate_functions, logits, strict=True))
         return memory.Gates(log_retention, None, step_size_bound(self.config) * step_size, mask)
 
