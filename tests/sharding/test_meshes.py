@@ -98,29 +98,18 @@ for parts, axes in ((2, {"data": 1, "slice": 2, "fsdp": 2, "tensor": 2}), (1, {"
 )
 
 
-COLLECTIVES = """
-import dataclasses, functools
-import jax
-jax.config.update("jax_num_cpu_devices", 8)
-import numpy as np
-from titans_jax import sharding
-from titans_jax.config import Config, DataConfig, MemoryConfig, MeshConfig, ModelConfig
-from titans_jax.models.loss import loss_sum
+COLLECTIVES = (
+    PROGRAM.split("optimizer = make_optimizer")[0]
+    + """
 from titans_jax.tpu.hlo import Program
-from titans_jax.training.mesh import mesh_of
-from titans_jax.training.run import init_model
 
-MODEL = ModelConfig(
-    dim=16, depth=1, num_heads=2, head_dim=8, vocab_size=32, hidden_dim=32, dtype="float32",
-)
-tokens = np.zeros((8, 32), np.int32)
-batch = {"tokens": tokens, "targets": tokens, "segment_ids": np.ones_like(tokens)}
+batch = {name: np.tile(rows, (1, 3))[:, :32] for name, rows in batch.items()}
 
 def sent(pattern, persistent, segment, chunk_size, preset="titans", **axes):
     "Calls and bytes of collectives by kind and axes; those in a scan count as often as it turns."
     memory = MemoryConfig(preset=preset, depth=1, chunk_size=chunk_size, continuum_chunks=(16,))
     model = dataclasses.replace(
-        MODEL, pattern=(pattern,), num_persistent=persistent, segment=segment, memory=memory
+        LMM, pattern=(pattern,), num_persistent=persistent, segment=segment, memory=memory
     )
     with sharding.use_mesh(mesh_of(Config(model=model, data=DataConfig(batch_size=8), mesh=MeshConfig(**axes)))):
         graphdef, params = init_model(model, seed=3)
@@ -138,6 +127,7 @@ once, twice = (sent("mac", 2, segment, 4, data=2, fsdp=4) for segment in (16, 8)
 assert once == twice, (once, twice)
 assert {"all-gather", "all-reduce"} <= {collective.kind for collective in once}
 """
+)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import child
 from tests.training.tiny import tiny_config
 from titans_jax.sharding import cores
 from titans_jax.training import train
@@ -49,9 +50,7 @@ assert jax.tree.all(jax.tree.map(lambda x, y: (jax.device_get(x) == jax.device_g
 
 def test_given_weights_lie_where_drawn_ones_would():
     """In a training and in its dry run, which would otherwise say that a step takes more memory."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", FIRST_OF_TWO], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    child.run(FIRST_OF_TWO)
 
 
 CORES = """
@@ -75,10 +74,7 @@ print(jax.device_count())
 )
 def test_training_from_python_has_a_device_per_core(first, rows, mesh, devices):
     """Unless the user has said how many there are, or how they share the work."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
-    program = CORES.format(first=first, rows=rows, mesh=mesh)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == [str(devices)], done.stderr
+    assert child.run(CORES.format(first=first, rows=rows, mesh=mesh)).split() == [str(devices)]
 
 
 def losses(run_dir: Path) -> list[float]:

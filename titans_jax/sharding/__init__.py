@@ -173,8 +173,7 @@ def add_over_copies(function: Callable[[Any, Any], Any], params: Any, rows: Any)
     Args:
       rows: leaves [batch, ...], in as many equal parts as there are copies.
     """
-    shape = jax.sharding.get_abstract_mesh().shape
-    axes = tuple(axis for axis in COPIES if shape.get(axis, 1) > 1)
+    axes = _several(COPIES)
     if not axes:
         return function(params, rows)
     return jax.shard_map(
@@ -198,14 +197,19 @@ def on_own_rows(function: Callable[[Any, Any], Any], shared: Any, rows: Any) -> 
     Returns:
       What `function` returns, leaves [batch, ...].
     """
-    shape = jax.sharding.get_abstract_mesh().shape
-    axes = tuple(axis for axis in batch_axes(jax.tree.leaves(rows)[0].shape[0]) or () if shape.get(axis, 1) > 1)
+    axes = _several(batch_axes(jax.tree.leaves(rows)[0].shape[0]) or ())
     if not axes or head_shards() > 1:
         return function(shared, rows)
     spec = PartitionSpec(axes)
     return jax.shard_map(
         function, in_specs=(PartitionSpec(), spec), out_specs=spec, axis_names=set(axes), check_vma=False
     )(shared, rows)
+
+
+def _several(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of these mesh axes that have several devices."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return tuple(axis for axis in axes if shape.get(axis, 1) > 1)
 
 
 def inside_a_copy() -> bool:

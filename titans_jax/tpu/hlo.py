@@ -278,9 +278,8 @@ def _groups(line: str, devices: int) -> list[list[int]]:
     if named := re.match(rf"mesh\[([^\]]*)\](?:, device_ids=\((?:{_IOTA}|([\d,]*))\))? ?\{{([^}}:]*)\}}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
         dims, order, listed, axes = named.groups()[1:]
-        ids = _iota(dims or str(math.prod(sizes.values())), order)
-        if listed:
-            ids = np.array([int(n) for n in listed.split(",")])
+        count = str(math.prod(sizes.values()))
+        ids = np.array([int(n) for n in listed.split(",")]) if listed else _iota(dims or count, order)
         along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", axes)]
         ids = np.moveaxis(ids.reshape(list(sizes.values())), along, range(-len(along), 0))
         return ids.reshape(-1, math.prod(ids.shape[len(sizes) - len(along) :])).tolist()
