@@ -18,6 +18,7 @@ from titans_jax.config import (
     from_dict,
     from_saved,
     leaves,
+    memory_rule,
     to_dict,
     to_saved,
 )
@@ -79,7 +80,7 @@ def test_a_saved_none_keeps_what_it_stood_for(preset, values):
     retention = "kullback_leibler(start_deviation=1.0)" if preset == "memora" else None
     wanted = MemoryConfig(preset=preset, normalize_values=values, retention=retention)
     assert from_saved(to_dict(config)).model.memory == wanted
-    with pytest.raises(ConfigError, match="^defaults is 99, and this version knows 1 to 4; use a later version$"):
+    with pytest.raises(ConfigError, match="^defaults is 99, and this version knows 1 to 5; use a later version$"):
         from_saved(to_saved(config) | {"defaults": 99})
 
 
@@ -249,3 +250,16 @@ def test_leaves_are_all_fields_by_dotted_name():
     names = leaves(Config())
     assert names["model.memory.chunk_size"] == 16 and names["mesh.data"] == -1
     assert "model.memory" not in names
+
+
+@pytest.mark.parametrize(
+    "preset, said, meant", [("moneta", None, "lp"), ("moneta", "l2", "l2"), ("yaad", None, None), ("yaad", "lp", "lp")]
+)
+def test_a_saved_moneta_keeps_its_bias(preset, said, meant):
+    """Until 2026-11-28 its cotangent grew with every error; today's default goes on as a straight line beyond 1."""
+    memory = MemoryConfig(preset=preset, bias=said)
+    config = Config(model=ModelConfig(memory=memory))
+    assert from_saved(to_saved(config)).model.memory == memory
+    saved = from_saved(to_saved(config) | {"defaults": 4}).model.memory
+    assert saved == MemoryConfig(preset=preset, bias=meant)
+    assert (memory_rule(saved).bias == memory_rule(memory).bias) == ((preset, said) != ("moneta", None))

@@ -157,6 +157,17 @@ def test_a_memory_that_an_earlier_version_wrote_for_memora_still_fits(tmp_path, 
     assert Memory.load(file, ours).tokens == 0
 
 
+def test_a_memory_that_an_earlier_version_wrote_for_moneta_still_fits():
+    """It stands under the fingerprint of a configuration that did not name the bias."""
+
+    def moneta(bias):
+        return dataclasses.replace(MODEL, memory=dataclasses.replace(MODEL.memory, preset="moneta", bias=bias))
+
+    params = tiny("linear")[1]
+    assert module.earlier_fingerprints(moneta("lp"), params) == [module.fingerprint(moneta(None), params)]
+    assert module.earlier_fingerprints(moneta(None), params) == []
+
+
 def test_a_memory_that_is_not_finite_takes_no_other_s_place(tmp_path, monkeypatch):
     """Neither where the logits are NaN, at the first piece of these, nor where only the state is."""
     monkeypatch.setattr(module, "SMALL_PIECES", (16, 1))

@@ -82,9 +82,10 @@ class MemoryConfig:
     its output stable at any length. zero: to zero weights, as the papers print it."""
     bound_slope: bool = True
     """Limit steps so that no text, not even one byte again and again, makes the memory unstable. With a norm on the
-    memory's output, steps are smaller where the norm is steeper than at a fresh memory. In a linear memory, a step
-    removes at most all of its token's error, or with `chunk_size` 1 less than twice the error. False: no limit, as in
-    the papers. Memories of several matrices without a norm ignore it."""
+    memory's output, steps are smaller where the norm is steeper than at a fresh memory, and a bias that grows faster
+    than a square (moneta's, unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at
+    most all of its token's error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers.
+    Memories of several matrices without a norm ignore it."""
     key_start: Literal["induction", "random"] = "induction"
     """How keys start in training. induction: keys with their own projection start as the queries of one token before;
     tied keys (`tie_keys`) and values start from the token alone in the first head, from all taps of the convolution in

@@ -313,8 +313,7 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     rule = _make(_preset(config).make, config)
     choices = {}
     for field, registry in (("architecture", ARCHITECTURES), ("bias", BIASES), ("retention", RETENTIONS)):
-        said = getattr(config, field)
-        if said is not None:
+        if (said := getattr(config, field)) is not None:
             part, arguments = _called(f"model.memory.{field}", said, registry)
             choices[field] = _make(part, config, arguments)
     if "architecture" in choices:  # a memory of several matrices that starts at zero would stay there
@@ -332,7 +331,8 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     # Linear recurrent models start from zero, and a lag token is defined by the weights themselves.
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags
     bound_slope = config.bound_slope and rule.architecture.slope_known
-    rule = dataclasses.replace(rule, forget_to_start=to_start, bound_slope=bound_slope)
+    bias = rule.bias.bounded() if bound_slope and config.bias is None else rule.bias  # one that is named is as named
+    rule = dataclasses.replace(rule, bias=bias, forget_to_start=to_start, bound_slope=bound_slope)
     return _stale(config, rule) if config.local_chunks else rule
 
 

@@ -26,12 +26,13 @@ BEFORE: Mapping[str, Any] = {
 }
 """How models behaved before these fields existed: the value of a field that a saved configuration lacks."""
 
-DEFAULTS = 4
+DEFAULTS = 5
 """Saved with a configuration: which defaults its None stands for, and where fresh gates start. 1, which was not
 written: memories whose weights are made of logits, such as Memora, have values as projected. Up to 2: Memora's logits
 start with a deviation of 1; no memory starts with steps of a third of the largest, and Huber thresholds start at 1,
 but a model that was saved has its own gates. Up to 3: the blocks of Hope start with far larger continuum memories
-and steps, and with keys at random."""
+and steps, and with keys at random. Up to 4: Moneta's cotangent grows as a power of the error, however large that is, as
+it does where its bias is named."""
 EARLIER_DEVIATION = "start_deviation=1.0"
 """The argument of `retention` that says where Memora's logits started up to 2."""
 
@@ -64,6 +65,8 @@ def from_saved(values: dict[str, Any]) -> Config:
     if defaults <= 2 and name in ("kullback_leibler", "lagged_kullback_leibler"):
         said = f"{name}({arguments}{', ' if arguments else ''}{EARLIER_DEVIATION})"
         config = replaced(config, ["model", "memory"], "retention", said)
+    if defaults <= 4 and memory.preset == "moneta" and memory.bias is None:
+        config = replaced(config, ["model", "memory"], "bias", "lp")
     return config
 
 

@@ -278,14 +278,15 @@ def fingerprint(config: ModelConfig, params: Any) -> str:
 def earlier_fingerprints(config: ModelConfig, params: Any) -> list[str]:
     """Those that earlier versions wrote for the same model: in memories whose weights are made of logits, None once
     stood for values as projected (`normalize_values`), before that for no skip (`value_skip`), and nothing was said of
-    where the logits start (`retention`)."""
-    fields = ("normalize_values", "value_skip", "retention")
+    where the logits start (`retention`); Moneta's bias was as it is where it is named."""
+    fields = ("normalize_values", "value_skip", "retention", "bias")
     said = tuple(getattr(config.memory, field) for field in fields)
-    if not memory_rule(config.memory).retention.positive:
-        return []
-    sized, skip, retention = said
-    earlier = {retention} | earlier_retentions(config.memory)
-    meant = itertools.product({sized, sized or None}, {skip, skip or None}, earlier)
-    changes = (dict(zip(fields, each, strict=True)) for each in meant if each != said)
+    sized, skip, retention, bias = said
+    meant = [{sized}, {skip}, {retention}, {bias}]
+    if memory_rule(config.memory).retention.positive:
+        meant[:3] = {sized, sized or None}, {skip, skip or None}, {retention} | earlier_retentions(config.memory)
+    if (config.memory.preset, bias) == ("moneta", "lp"):
+        meant[3] = {bias, None}
+    changes = (dict(zip(fields, each, strict=True)) for each in itertools.product(*meant) if each != said)
     memories = (dataclasses.replace(config.memory, **change) for change in changes)
     return [fingerprint(dataclasses.replace(config, memory=memory), params) for memory in memories]

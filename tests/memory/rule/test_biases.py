@@ -79,6 +79,29 @@ def test_lp_is_finite_where_the_residual_is_zero(p):
     np.testing.assert_allclose(second, expected * np.eye(3), rtol=1e-12)
 
 
+@pytest.mark.parametrize("p, most", [(3.0, 1.0), (4.0, 0.7), (2.5, 1.2)])
+def test_lp_goes_on_as_a_straight_line(p, most):
+    """As printed up to an error of `most`; beyond it the cotangent keeps the slope that it has there."""
+    read, value = drawn()
+    residual = read - value
+    size = np.abs(residual)
+    assert (size > most).any() and (size < most).any()
+    loss, cotangent = loss_and_cotangent(biases.lp(p, linear_from=most), read, value)
+    _, printed = loss_and_cotangent(biases.lp(p), read, value)
+    line = p * most ** (p - 1) * (1 + (p - 1) * (size / most - 1)) * np.sign(residual)
+    np.testing.assert_allclose(cotangent, np.where(size > most, line, printed), rtol=1e-12)
+    # The loss is the integral of that cotangent.
+    integral = most**p + p * most ** (p - 1) * (size - most) + p * (p - 1) / 2 * most ** (p - 2) * (size - most) ** 2
+    np.testing.assert_allclose(loss, np.where(size > most, integral, size**p).sum(axis=1), rtol=1e-4)
+
+
+def test_only_a_bias_that_grows_faster_than_a_square_is_bounded():
+    assert biases.lp(3.0).bounded() == biases.lp(3.0, linear_from=1.0)
+    assert biases.lp(3.0, linear_from=2.0).bounded() == biases.lp(3.0, linear_from=2.0)
+    for bias in (biases.lp(2.0), biases.lp(1.5), biases.l2(), biases.huber()):
+        assert bias.bounded() == bias
+
+
 def test_value_less_is_l1():
     assert biases.value_less() == biases.lp(1.0)
     read, value = drawn()
@@ -158,6 +181,7 @@ def test_a_perfect_read_has_a_finite_cotangent(name):
         (lambda: biases.lp(float("nan")), "p"),
         (lambda: biases.lp(3.0, sharpness=0.0), "sharpness"),
         (lambda: biases.lp(3.0, epsilon=0.0), "epsilon"),
+        (lambda: biases.lp(3.0, linear_from=0.0), "linear_from"),
         (lambda: biases.huber(0.0), "delta"),
         (lambda: biases.huber_norm(-1.0), "delta"),
         (lambda: biases.mixture(0.0), "delta"),

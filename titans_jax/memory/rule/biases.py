@@ -53,6 +53,11 @@ class AttentionalBias(abc.ABC):
     def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """read, value [..., head_dim], gate [..., 1] or [..., head_dim] -> losses [...]."""
 
+    def bounded(self) -> AttentionalBias:
+        """The bias as models with bounded slopes have it: with a cotangent that is nowhere much steeper than for an
+        error of 1. By default the bias itself."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class AffineBias(AttentionalBias):
@@ -145,26 +150,44 @@ class Lp(AttentionalBias):
     leaves sharpness open. None is 50 or, if that is less, the sharpness for which the cotangent has slope 1 at 0: with
     a steeper one, each write magnifies the one before, and no model trains (memory/what_was_tried.md).
 
-    Raises ValueError for a p below 1 or infinite, or a sharpness or epsilon that is not above 0.
+    linear_from: for larger errors the cotangent goes on as a straight line (memory/README.md, The slope of the norm);
+    None: never, as printed.
+
+    Raises ValueError for a p below 1 or infinite, or a sharpness, epsilon or linear_from that is not above 0.
     """
 
     p: float = 3.0
     sharpness: float | None = None
     epsilon: float = EPSILON
+    linear_from: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.p < float("inf"):
             raise ValueError(f"p is {self.p!r}: the L_p bias needs a finite p of 1 or more, for example 3.")
         check_positive("epsilon", self.epsilon)
-        if self.sharpness is not None:
-            check_positive("sharpness", self.sharpness)
+        for name in ("sharpness", "linear_from"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
 
     def __call__(self, read: jax.Array, value: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        residual = read - value
+        residual, p, most = read - value, self.p, self.linear_from
+        if most is None:
+            return jnp.sum(self._power(residual), axis=-1)
+        near = jnp.clip(residual, -most, most)
+        beyond = jnp.abs(residual) - jnp.abs(near)
+        slope, curvature = p * most ** (p - 1), p * (p - 1) * most ** (p - 2)
+        return jnp.sum(self._power(near) + slope * beyond + 0.5 * curvature * jnp.square(beyond), axis=-1)
+
+    def bounded(self) -> AttentionalBias:
+        """See `AttentionalBias`: a cotangent that grows faster than the error does so up to an error of 1."""
+        return self if self.p <= 2 or self.linear_from is not None else dataclasses.replace(self, linear_from=1.0)
+
+    def _power(self, residual: jax.Array) -> jax.Array:
+        """|residual|^p of every coordinate."""
         if self.p % 2 == 0:
-            return jnp.sum(residual ** int(self.p), axis=-1)
+            return residual ** int(self.p)
         sharpness = self.sharpness or min(50.0, self.epsilon ** ((1 - self.p) / 2) / self.p)
-        return jnp.sum(smooth_power(self.p, sharpness, self.epsilon, residual), axis=-1)
+        return smooth_power(self.p, sharpness, self.epsilon, residual)
 
 
 @register_bias()
