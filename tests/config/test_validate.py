@@ -263,3 +263,5 @@ def test_a_saved_moneta_keeps_its_bias(preset, said, meant):
     saved = from_saved(to_saved(config) | {"defaults": 4}).model.memory
     assert saved == MemoryConfig(preset=preset, bias=meant)
     assert (memory_rule(saved).bias == memory_rule(memory).bias) == ((preset, said) != ("moneta", None))
+    letter = Config(model=ModelConfig(memory=MemoryConfig(preset=preset, bias=said, bound_slope=False)))
+    assert from_saved(to_saved(letter) | {"defaults": 4}) == letter  # there the two are one

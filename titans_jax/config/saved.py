@@ -65,7 +65,7 @@ def from_saved(values: dict[str, Any]) -> Config:
     if defaults <= 2 and name in ("kullback_leibler", "lagged_kullback_leibler"):
         said = f"{name}({arguments}{', ' if arguments else ''}{EARLIER_DEVIATION})"
         config = replaced(config, ["model", "memory"], "retention", said)
-    if defaults <= 4 and memory.preset == "moneta" and memory.bias is None:
+    if defaults <= 4 and memory.preset == "moneta" and memory.bias is None and memory.bound_slope:
         config = replaced(config, ["model", "memory"], "bias", "lp")
     return config
 

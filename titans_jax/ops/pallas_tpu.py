@@ -194,6 +194,11 @@ def read(references, *chunk):
     return jax.tree.map(load, references, is_leaf=is_side_by_side)
 
 
+def read_wide(references):
+    """Whole references as float32."""
+    return jax.tree.map(lambda ref: ref[...].astype(jnp.float32), references)
+
+
 def write(references, values, *chunk):
     """Store values of all heads, at one chunk."""
 

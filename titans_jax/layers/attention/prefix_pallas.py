@@ -16,14 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from titans_jax.layers.attention.segment_pallas import HIDDEN, PREFIX_TOKENS
 from titans_jax.layers.attention.xla import KeyValues
 from titans_jax.ops.matmul import matmul, outer_products
-from titans_jax.ops.pallas_tpu import interpreted
-
-TILE = 16
-"""A prefix is padded to a multiple of this, the rows of a tile of bfloat16."""
-HIDDEN = -1e30
-"""Added to the logit of a token of the prefix that does not exist."""
+from titans_jax.ops.pallas_tpu import clear, interpreted, read_wide
 
 
 class Prefix(NamedTuple):
@@ -36,7 +32,7 @@ class Prefix(NamedTuple):
 def prefix_attention(queries: jax.Array, prefix: KeyValues, block: int) -> Prefix:
     """Attention of scaled queries [b, h, t, d] to a prefix [n, h, d], `block` queries a step, which divides t."""
     num_prefix = prefix.keys.shape[0]
-    padding = ((0, 0), (0, -num_prefix % TILE), (0, 0))
+    padding = ((0, 0), (0, -num_prefix % PREFIX_TOKENS), (0, 0))
     prefix = KeyValues(*(jnp.pad(jnp.swapaxes(x, 0, 1), padding) for x in prefix))
     outputs, sums = _attention(num_prefix, block, jnp.swapaxes(queries, 2, 3), prefix)
     return Prefix(jnp.swapaxes(outputs, 2, 3), sums[:, :, 0])
@@ -48,7 +44,7 @@ def _attention(num_prefix: int, block: int, queries: jax.Array, prefix: KeyValue
     `num_prefix` tokens exist."""
 
     def kernel(queries: Any, prefix: KeyValues, outputs: Any, sums: Any) -> None:
-        read, total = _attend(num_prefix, outputs.dtype, *_load((queries, prefix)))
+        read, total = _attend(num_prefix, outputs.dtype, *read_wide((queries, prefix)))
         outputs[...], sums[...] = read.astype(outputs.dtype), total
 
     out = queries, jax.ShapeDtypeStruct((*queries.shape[:2], 1, queries.shape[3]), jnp.float32)
@@ -67,12 +63,11 @@ def _attention_backward(
     ) -> None:
         @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
         def _() -> None:
-            for total in d_prefix:
-                total[...] = jnp.zeros_like(total)
+            clear(d_prefix)
 
         attend = functools.partial(_attend, num_prefix, queries.dtype)
-        _, pull = jax.vjp(attend, *_load((queries, prefix)))
-        d, d_read = pull(_load((d_outputs, d_sums)))
+        _, pull = jax.vjp(attend, *read_wide((queries, prefix)))
+        d, d_read = pull(read_wide((d_outputs, d_sums)))
         d_queries[...] = d.astype(d_queries.dtype)
         for total, part in zip(d_prefix, d_read, strict=True):
             total[...] += part
@@ -99,10 +94,6 @@ def _attend(
     weights = jnp.exp(logits - most)
     total = jnp.sum(weights, axis=0, keepdims=True)
     return outer_products(prefix.values, weights, operand_dtype) / total, jnp.log(total) + most
-
-
-def _load(references: Any) -> Any:
-    return jax.tree.map(lambda ref: ref[...].astype(jnp.float32), references)
 
 
 def _call(kernel: Any, name: str, block: int, inputs: tuple, outputs: tuple) -> Any:

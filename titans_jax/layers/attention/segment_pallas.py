@@ -25,7 +25,7 @@ from titans_jax.layers.attention.xla import KeyValues
 from titans_jax.layers.head_channels import side_by_side
 from titans_jax.ops.backend import current_backend
 from titans_jax.ops.matmul import inner_products, matmul
-from titans_jax.ops.pallas_tpu import interpreted, usable_vmem
+from titans_jax.ops.pallas_tpu import clear, interpreted, read_wide, usable_vmem
 from titans_jax.ops.platform import KERNELS, LANES
 from titans_jax.sharding import BATCH, HEADS, head_shards, on_devices
 
@@ -135,10 +135,6 @@ def _seen(contexts: int, past: tuple[KeyValues, ...], start: int) -> list[KeyVal
     return [*context, *past[contexts:]]
 
 
-def _read(ref: Any) -> jax.Array:
-    return ref[...].astype(jnp.float32)
-
-
 def _add(ref: Any, x: jax.Array) -> None:
     ref[...] += x
 
@@ -149,7 +145,7 @@ def _run_forward(
     def kernel(queries: Any, past: tuple[KeyValues, ...], y: Any) -> None:
         for start in range(0, len(queries), QUERIES):
             now = slice(start, start + QUERIES)
-            read = jax.tree.map(_read, (queries.at[now], _seen(contexts, past, start)))
+            read = read_wide((queries.at[now], _seen(contexts, past, start)))
             y[now] = _attend(head_dim, contexts, num_prefix, start, y.dtype, *read).astype(y.dtype)
 
     return _call(kernel, "segment_attention", head_dim, (queries, past), queries, ())
@@ -164,13 +160,12 @@ def _run_backward(
         queries: Any, past: tuple[KeyValues, ...], cotangent: Any, d_queries: Any, d_past: Any, *totals: Any
     ) -> None:
         totals = jax.tree.unflatten(jax.tree.structure(d_past), totals)
-        for total in jax.tree.leaves(totals):
-            total[...] = jnp.zeros_like(total)
+        clear(totals)
         for start in range(0, len(queries), QUERIES):
             now = slice(start, start + QUERIES)
-            read = jax.tree.map(_read, (queries.at[now], _seen(contexts, past, start)))
+            read = read_wide((queries.at[now], _seen(contexts, past, start)))
             _, pull = jax.vjp(functools.partial(_attend, head_dim, contexts, num_prefix, start, queries.dtype), *read)
-            d, d_read = pull(_read(cotangent.at[now]))
+            d, d_read = pull(read_wide(cotangent.at[now]))
             d_queries[now] = d.astype(d_queries.dtype)
             jax.tree.map(_add, _seen(contexts, totals, start), d_read)
         for ref, total in zip(jax.tree.leaves(d_past), jax.tree.leaves(totals), strict=True):

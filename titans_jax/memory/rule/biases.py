@@ -150,8 +150,8 @@ class Lp(AttentionalBias):
     leaves sharpness open. None is 50 or, if that is less, the sharpness for which the cotangent has slope 1 at 0: with
     a steeper one, each write magnifies the one before, and no model trains (memory/what_was_tried.md).
 
-    linear_from: for larger errors the cotangent goes on as a straight line (memory/README.md, Gates);
-    None: never, as printed.
+    linear_from: for larger errors the cotangent goes on as a straight line (memory/README.md, Gates); None: never, as
+    printed.
 
     Raises ValueError for a p below 1 or infinite, or a sharpness, epsilon or linear_from that is not above 0.
     """
