@@ -7,7 +7,7 @@ import pytest
 
 from titans_jax import cli
 from titans_jax.bench import timing
-from titans_jax.bench.memory import CASES, LENGTHS, Options, cases
+from titans_jax.bench.memory import CASES, LENGTHS, Options, cases, random_inputs
 from titans_jax.config import ConfigError
 from titans_jax.memory.rule.presets import PRESETS
 
@@ -36,6 +36,17 @@ def test_what_is_timed():
     standard = [(case.time, case.expansion, case.chunk_size) for case in cases(Options())]
     assert standard[: len(CASES)] == list(CASES) and {time for time, *_ in standard} == set(LENGTHS)
     assert {case.preset for case in cases(Options())} == {"titans"}
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_memory_is_timed_with_the_gates_that_it_has_in_models(preset):
+    """Without its preconditioner, preconditioned Gated DeltaNet would be timed as Gated DeltaNet."""
+    made, choices = PRESETS[preset].make(), PRESETS[preset].gates
+    _, queries, keys, _, gates = jax.eval_shape(lambda: random_inputs(made, choices, 1, 1, 4, 8))
+    present = {name for name, value in vars(gates).items() if value is not None}
+    expected = {name for name, value in vars(choices.example(made)).items() if value is not None}
+    assert present - {"bias_gate"} == expected
+    assert queries.shape == (keys.shape if preset == "mamba3_mimo" else (1, 1, 4, 8))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`titans bench schedule`: one small kernel compiled for a TPU that is not there."""
 
+import csv
 import dataclasses
 import importlib.util
 
@@ -72,6 +73,17 @@ def test_the_backward_kernel_takes_one_of_the_largest_heads_where_retention_is_n
         traced = jax.jit(schedule.gradient(case, "fused", documents=True)).trace(*schedule.inputs(case, mesh), resets)
     grids = {kernel.signature.name: kernel.grid for kernel in pallas_kernels(traced.jaxpr.jaxpr)}
     assert grids["memorize_backward"][0] == 8
+
+
+def test_a_table_without_the_form_of_xla_is_saved(tmp_path):
+    """XLA takes a quarter of an hour for some memories of which the kernel's schedule is there in a minute."""
+    slots = dict.fromkeys(schedule.SLOTS, 0.5)
+    row = schedule.Row("comba", False, "v6e:1x1", 64, "64x64", 64, 9.0, 22.0, 3.0, None, None, 8, 8, slots, slots)
+    schedule.save([row], tmp_path)
+    with open(tmp_path / "schedule.csv") as file:
+        (saved,) = csv.DictReader(file)
+    assert (saved["forward"], saved["both"], saved["xla_forward"], saved["xla_both"]) == ("9.0", "22.0", "", "")
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
 
 
 def test_schedules_are_of_the_rule_that_models_have():

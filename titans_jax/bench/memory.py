@@ -175,12 +175,14 @@ def gradient_of_everything(rule: memory.MemoryRule, form: str):
 
 
 def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, heads: int, length: int, head_dim: int):
-    """Slow parameters [heads, ...]; queries, keys, values [batch, heads, time, head_dim]; the gates the preset has."""
+    """Slow parameters [heads, ...]; queries, keys, values [batch, heads, time, (inner steps,) head_dim]; the gates the
+    preset has. Queries are one for each token, unless a token has several of its own (`GateChoices.key_rank`)."""
     draws = iter(jax.random.split(jax.random.key(0), 16))
     init = functools.partial(memory.init_params, rule, head_dim=head_dim)
     params = jax.vmap(init)(jax.random.split(next(draws), heads))
     tokens, steps = (batch, heads, length), rule.algorithm.steps
     inner = tokens if steps == 1 else (*tokens, steps)
+    read = inner if choices.key_rank(rule) > 1 else tokens
     normal = lambda *shape: jax.random.normal(next(draws), shape)  # noqa: E731
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
     matrices = len(params["weights"])
@@ -191,6 +193,8 @@ def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, hea
         channel["log_value_retention"] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
     if choices.erase != "all":
         channel["erase"] = jax.nn.sigmoid(normal(*inner, head_dim))
+    for side in dict.fromkeys((*choices.step_sides, *["key"] * choices.preconditioned)):
+        channel[f"{side}_step_size"] = jax.nn.sigmoid(normal(*inner, head_dim))
     if rule.bias.takes_gate:
         slopes = jnp.broadcast_to(jnp.arange(steps, 0, -1, dtype=jnp.float32) - 1, inner)
         channel["bias_gate"] = slopes if rule.bias.affine else jax.nn.softplus(normal(*inner))
@@ -202,7 +206,7 @@ def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, hea
         step_size=jax.nn.sigmoid(normal(*inner, matrices)) / head_dim,
         **channel,
     )
-    return params, unit(normal(*tokens, head_dim)), unit(normal(*inner, head_dim)), normal(*inner, head_dim), gates
+    return params, unit(normal(*read, head_dim)), unit(normal(*inner, head_dim)), normal(*inner, head_dim), gates
 
 
 def save(rows: list[Measurement], folder: Path) -> Path:

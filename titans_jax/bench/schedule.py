@@ -60,6 +60,8 @@ class Options:
     letter: bool = False
     """True: the rule as its paper prints it, which forgets to zero; False: as models have it by default, which forgets
     towards the start and bounds slopes."""
+    xla: bool = True
+    """Also compile the chunked form, by XLA, to compare with; for some memories that alone takes many minutes."""
     output: str = "runs/bench_schedule"
     """Folder for schedule.csv and schedule.png."""
 
@@ -69,7 +71,7 @@ class Row:
     """One line of the table; figures are cycles per token of one head.
 
     outside: the rest of the training program, around the kernels, mostly sums of gates. xla_forward, xla_both: the
-    chunked form as XLA compiles it. These three are the compiler's estimates.
+    chunked form as XLA compiles it; None where that was not asked for. These three are the compiler's estimates.
     """
 
     preset: str
@@ -81,8 +83,8 @@ class Row:
     forward: float
     both: float
     outside: float
-    xla_forward: float
-    xla_both: float
+    xla_forward: float | None
+    xla_both: float | None
     forward_heads: int
     backward_heads: int
     forward_slots: dict[str, float]
@@ -112,12 +114,13 @@ def main(options: Options) -> None:
         for case in (case for case in CASES if not options.chunk_sizes or case.chunk_size in options.chunk_sizes):
             case = dataclasses.replace(case, preset=options.preset, letter=options.letter)
             with console.status(f"{topology}, head_dim {case.head_dim}, chunk {case.chunk_size}"):
-                row = measure(topology, case)
+                row = measure(topology, case, options.xla)
             rows.append(row)
             name = (topology, case.matrices, str(case.chunk_size))
+            xla = f"{row.xla_forward:.0f}, {row.xla_both:.0f}" if options.xla else ""
             table.add_row(
                 *name, f"{row.forward_heads}, {row.backward_heads}", f"{row.forward:.1f}", f"{row.both:.1f}",
-                f"{row.outside:.1f}", f"{row.xla_forward:.0f}, {row.xla_both:.0f}",
+                f"{row.outside:.1f}", xla,
             )  # fmt: skip
             for kernel, filled in zip(KERNELS, (row.forward_slots, row.backward_slots), strict=True):
                 slots.add_row(*name, kernel, *(f"{filled[slot]:.0%}" for slot in SLOTS))
@@ -140,8 +143,8 @@ def _chunks_a_state() -> str:
     return ", ".join(f"{number} of {size} tokens" for size, number in numbers.items() if number > 1)
 
 
-def measure(topology: str, case: Case) -> Row:
-    """Compile a case for a topology."""
+def measure(topology: str, case: Case, xla: bool = True) -> Row:
+    """Compile a case for a topology; xla: the chunked form as XLA compiles it, too."""
     import jax
 
     tokens = case.rows * case.heads * CHUNKS * case.chunk_size
@@ -149,8 +152,8 @@ def measure(topology: str, case: Case) -> Row:
     with jax.set_mesh(mesh), schedules.compiling() as started:
         traced = jax.jit(gradient(case, "fused")).trace(*inputs(case, mesh))
         fused = Program(traced.lower().compile().as_text())
-        cycles = {"outside": fused.cycles().total() / tokens}
-        for name, program in (("xla_forward", forward), ("xla_both", gradient)):
+        cycles = {"outside": fused.cycles().total() / tokens, "xla_forward": None, "xla_both": None}
+        for name, program in (("xla_forward", forward), ("xla_both", gradient)) if xla else ():
             compiled = jax.jit(program(case, "chunked")).lower(*inputs(case, mesh)).compile()
             cycles[name] = Program(compiled.as_text()).cycles().total() / tokens
     kernels = {kernel.signature.name: kernel for kernel in schedules.pallas_kernels(traced.jaxpr.jaxpr)}
@@ -243,9 +246,10 @@ def save(rows: list[Row], folder: Path) -> Path:
     bars = {
         "fused kernel, forward": [row.forward for row in rows],
         "fused kernels, forward + backward": [row.both for row in rows],
-        "chunked by XLA, forward": [row.xla_forward for row in rows],
-        "chunked by XLA, forward + backward": [row.xla_both for row in rows],
     }
+    if all(row.xla_both is not None for row in rows):
+        bars["chunked by XLA, forward"] = [row.xla_forward for row in rows]
+        bars["chunked by XLA, forward + backward"] = [row.xla_both for row in rows]
     with plots.figure(folder / "schedule.png", width=2 + 1.6 * len(rows)) as axes:
         for i, (label, heights) in enumerate(bars.items()):
             places = [place + 0.2 * (i - 1.5) for place in range(len(rows))]

@@ -52,10 +52,11 @@ def print_rules() -> None:
         "exact: all forms give the token-by-token rule; other rules are defined by chunks (model.memory.chunk_size)",
         "retention: its gates stand below it, one per fast matrix or one per channel",
         f"model.memory.form: every rule runs as {everywhere}; auto on a TPU is {on_tpu}",
-        f"Memory Caching (model.memory.caching {', '.join(AGGREGATIONS)}; model.memory.cache_segmentation): "
-        f"{_able(cache_aggregation, caching='average')}",
-        "TNT (model.memory.local_chunks, model.memory.shard): all that are defined by chunks",
-        f"log-linear attention (model.memory.log_linear_levels): {_able(check_levels, log_linear_levels=1)}",
+        f"Memory Caching, arXiv 2602.24281 (model.memory.caching {', '.join(AGGREGATIONS)}; "
+        f"model.memory.cache_segmentation): {_able(cache_aggregation, caching='average')}",
+        "TNT, arXiv 2511.07343 (model.memory.local_chunks, model.memory.shard): all that are defined by chunks",
+        "log-linear attention, arXiv 2506.04761 (model.memory.log_linear_levels): "
+        f"{_able(check_levels, log_linear_levels=1)}",
     )
     console.print("", *notes, "", sep="\n")
     blocks = Table("block (model.pattern)", "what it does", box=box.MINIMAL, padding=0, show_edge=False)

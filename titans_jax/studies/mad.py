@@ -124,7 +124,7 @@ class MadOptions(StudyOptions):
     models: tuple[str, ...] = (ATTENTION, "gated_deltanet", "titans")
     """Presets of memories, "attention" and "mamba"."""
     block: str = "lmm"
-    """The block that holds the memory; "hope" for Hope."""
+    """The block that holds the memory: lmm, mac, mag, mal, retrofit; "hope" for Hope."""
     segment: int = 8
     """Segment of mac, and window of mag and mal."""
     tasks: tuple[str, ...] = tuple(SETTINGS)

@@ -48,7 +48,7 @@ class MqarOptions(StudyOptions):
     """Names in titans_jax.memory.presets.PRESETS, "attention", "window", attention that sees `segment` tokens,
     "attention_conv" and "window_conv", with convolutions in the attention, "mamba" and "samba"."""
     blocks: tuple[str, ...] = ("lmm",)
-    """Blocks that hold the memories: lmm, mac, mag, mal."""
+    """Blocks that hold the memories: lmm, mac, mag, mal, retrofit; "hope" for Hope."""
     dims: tuple[int, ...] = (64, 128, 256, 512)
     """Widths of the residual stream; a model has dim / head_dim heads."""
     head_dims: tuple[int, ...] = (16,)

@@ -157,7 +157,7 @@ class StateTrackingOptions(StudyOptions):
     """Memories by preset; "delta_product 1", 2 and 4 by their steps; "titans linear"; "titans chunk 4" and 16;
     "attention"; "mamba"."""
     block: str = "lmm"
-    """The block that holds the memory; "hope" for Hope."""
+    """The block that holds the memory: lmm, mac, mag, mal, retrofit; "hope" for Hope."""
     segment: int = 8
     """Segment of mac, and window of mag and mal."""
     groups: tuple[str, ...] = ("Z2", "S3", "A5", "S5")

@@ -32,17 +32,7 @@ def test_every_preset_has_an_oracle():
     assert made == set(MODELS)
 
 
-@pytest.mark.slow_but_for(
-    "deltanet-chunked",
-    "gated_deltanet-chunked",
-    "gla-chunked",
-    "mesa-chunked",
-    "omeganet-chunked",
-    "atlas-chunked",
-    "lact-chunked",
-    "yaad-chunked",
-    "memora-chunked",
-)
+@pytest.mark.slow_but_for("*-chunked")
 @each_form
 @pytest.mark.parametrize("name", MODELS)
 def test_preset_is_its_published_recurrence(name, form):
@@ -54,7 +44,7 @@ def test_preset_is_its_published_recurrence(name, form):
     assert error(reads, np.broadcast_to(expected, reads.shape)) <= TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but_for("chunked")
 @each_form
 def test_deep_linear_attention_over_a_window_is_its_published_recurrence(form):
     """ATLAS' SWDT, as far as notes on the paper define it: `dla` by the Omega rule."""
