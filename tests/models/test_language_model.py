@@ -10,7 +10,7 @@ from flax import nnx
 from titans_jax.models import LanguageModel, granularity
 
 
-@pytest.mark.slow_but_for("mac", "mal")
+@pytest.mark.slow_but_for("mac", "mal", "retrofit")
 @pytest.mark.parametrize("kind", small.KINDS)
 def test_logits_do_not_depend_on_later_tokens(kind):
     """Bit for bit: token t is changed for many t, and logits before t stay as they were."""

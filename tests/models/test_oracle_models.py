@@ -44,7 +44,14 @@ def name(config):
 
 
 @pytest.mark.slow_but_for(
-    "mac-None", "mag-linear", "lmm+window-None", "mac-None-shared", "mac-None-3", "mal-linear", "lmm-None-one_set"
+    "mac-None",
+    "mag-linear",
+    "lmm+window-None",
+    "retrofit-None",
+    "mac-None-shared",
+    "mac-None-3",
+    "mal-linear",
+    "lmm-None-one_set",
 )
 @pytest.mark.parametrize("config", CASES, ids=name)
 def test_logits_equal_the_numpy_model(config):
