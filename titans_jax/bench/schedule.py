@@ -159,8 +159,9 @@ def measure(topology: str, case: Case, xla: bool = True) -> Row:
     kernels = {kernel.signature.name: kernel for kernel in schedules.pallas_kernels(traced.jaxpr.jaxpr)}
     files = {schedules.signature_of(call).name: call.name for call, _ in fused.kernels()}
     ahead, back = (schedules.read_schedule(schedules.folder(), files[name], started) for name in KERNELS)
+    # A step of the grid takes some heads, and a chunk, which is of fewer tokens where tokens have several inner steps.
     heads = [case.rows * case.heads // kernels[name].grid[0] for name in KERNELS]
-    each = [kernel.rows / (n * case.chunk_size) for kernel, n in zip((ahead, back), heads, strict=True)]
+    each = [kernel.rows * kernels[name].steps / tokens for name, kernel in zip(KERNELS, (ahead, back), strict=True)]
     return Row(
         case.preset, case.letter, topology, case.head_dim, case.matrices, case.chunk_size, each[0], sum(each),
         **cycles, forward_heads=heads[0], backward_heads=heads[1], forward_slots=ahead.slots,
