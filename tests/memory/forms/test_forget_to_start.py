@@ -100,6 +100,29 @@ def test_what_forgets_everything_is_the_learned_start(name):
         np.testing.assert_allclose(memory.retrieve(rule, params, after, queries), wanted, rtol=1e-9, atol=1e-9)
 
 
+def test_float32_is_exact_however_much_is_forgotten():
+    """A quarter of the tokens keep e^-12, in chunks of 16. Forgetting to zero shrinks the weights behind the norm,
+    which makes their rounding errors large again; forgetting to the start leaves them as large as the start."""
+    time, head_dim = 128, 32
+    generator = np.random.default_rng(1)
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+    tokens = [*unit(generator.normal(size=(2, time, head_dim))), generator.normal(size=(time, head_dim))]
+    kept = np.where(generator.random((time, 1)) < 0.25, -12, -0.01)
+    gates = [np.broadcast_to(x, (time, 2)) for x in (kept, np.log(0.5), 0.3)]
+    off = {}
+    for start in (True, False):
+        found = {}
+        rule = dataclasses.replace(presets.titans(expansion=2, chunk_size=16), forget_to_start=start)
+        params = jax.tree.map(np.asarray, memory.init_params(rule, jax.random.key(1), head_dim))
+        for dtype in (jnp.float32, jnp.float64):
+            with jax.enable_x64(dtype == jnp.float64):
+                inputs = jax.tree.map(lambda x: jnp.asarray(x, dtype), [params, *tokens, memory.Gates(*gates)])  # noqa: B023
+                found[dtype] = reads(rule, "chunked", *inputs)[0]
+        narrow, wide = (np.asarray(found[dtype], np.float64) for dtype in (jnp.float32, jnp.float64))
+        off[start] = np.linalg.norm(narrow - wide) / np.linalg.norm(wide)
+    assert off[True] < 1e-5 < 1e-3 < off[False]
+
+
 def test_it_needs_a_learned_start():
     for rule in (presets.gated_deltanet(), presets.memora(lag_token=True)):
         with pytest.raises(ValueError, match="forget_to_start is True: .* use False"):
