@@ -54,7 +54,10 @@ def test_precision(name):
     single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (model.params, with_gates(inputs)))
     answer = functools.partial(memorize, model.rule, "chunked")
     reads, _ = jax.jit(answer)(single[0], single[1] | half)
-    assert error(np.asarray(reads, np.float64), exact) <= (1e-2 if sensitive else 5e-3)
+    # Newton-Schulz rounds its operands in each of five steps, as Muon's own code does, and raises small singular values
+    # 3.4 to 4.1 times in each: 1.5 and 2.1 %. With its products alone in float32 atlas and lact are 0.4 and 0.6 % off.
+    allowed = 3e-2 if model.rule.algorithm.steps_by_chunk else 1e-2 if sensitive else 5e-3
+    assert error(np.asarray(reads, np.float64), exact) <= allowed
 
 
 @each_model
