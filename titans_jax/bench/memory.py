@@ -186,19 +186,18 @@ def random_inputs(rule: memory.MemoryRule, choices: GateChoices, batch: int, hea
     normal = lambda *shape: jax.random.normal(next(draws), shape)  # noqa: E731
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
     matrices = len(params["weights"])
+    present = {name for name, gate in vars(choices.example(rule)).items() if gate is not None}
     channel = {}
-    if choices.key:
-        channel["log_key_retention"] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
-    if choices.value:
-        channel["log_value_retention"] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
-    if choices.erase != "all":
-        channel["erase"] = jax.nn.sigmoid(normal(*inner, head_dim))
-    for side in dict.fromkeys((*choices.step_sides, *["key"] * choices.preconditioned)):
-        channel[f"{side}_step_size"] = jax.nn.sigmoid(normal(*inner, head_dim))
+    for name in ("log_key_retention", "log_value_retention"):
+        if name in present:
+            channel[name] = jax.nn.log_sigmoid(normal(*tokens, head_dim) + 4)
+    for name in ("erase", "key_step_size", "value_step_size"):
+        if name in present:
+            channel[name] = jax.nn.sigmoid(normal(*inner, head_dim))
     if rule.bias.takes_gate:
         slopes = jnp.broadcast_to(jnp.arange(steps, 0, -1, dtype=jnp.float32) - 1, inner)
         channel["bias_gate"] = slopes if rule.bias.affine else jax.nn.softplus(normal(*inner))
-    if rule.algorithm.window > 1:
+    if "window_weight" in present:
         channel["window_weight"] = jax.nn.sigmoid(normal(*tokens, rule.algorithm.window - 1))
     gates = memory.Gates(
         log_retention=jax.nn.log_sigmoid(normal(*tokens, matrices) + 4),

@@ -17,7 +17,7 @@ class MemoryConfig:
     architecture: str | None = None
     """The network of the memory, by name (a wrong name is answered with a list of all); None is the preset's own.
     `residual_mlp` is x + LN(MLP(x)); `linear` is x @ W. `polynomial_mlp(degree=2)` puts products of a key's channels
-    in front: a larger and slower memory, whose small models read text 0.19 bits per byte better."""
+    in front: a larger and slower memory, with which small models read text 0.19 bits better after as many tokens."""
     depth: int = 2
     """Fast matrices of an MLP memory (L_M of the paper), 1 to 4. Ignored by other memories."""
     expansion: int = 4
