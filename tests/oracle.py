@@ -17,6 +17,7 @@ class Rule:
 
     forget_to_start: forgetting leads to the start weights, not to zero.
     bound_slope: gradients times min(1, v / v_0), v the variance that the norm divides by, v_0 that of a fresh memory.
+    scale_keys: a residual MLP with a hidden layer reads sqrt(head_dim) times its input.
     """
 
     architecture: str
@@ -25,6 +26,11 @@ class Rule:
     chunk_size: int
     forget_to_start: bool = False
     bound_slope: bool = False
+    scale_keys: bool = False
+
+    def scale(self, weights):
+        hidden = self.architecture == "residual_mlp" and len(weights) > 1
+        return np.sqrt(len(weights[0])) if self.scale_keys and hidden else 1.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def read(rule, weights, norm_scale, x):
     """The memory's output [head_dim] for one input [head_dim]."""
     if rule.architecture == "gated_mlp":
         return (silu(x @ weights[0]) * (x @ weights[1])) @ weights[2]
-    hidden = x
+    hidden = rule.scale(weights) * x
     for layer, matrix in enumerate(weights):
         hidden = (gelu(hidden) if layer > 0 else hidden) @ matrix
     if rule.architecture == "residual_mlp":
@@ -78,11 +84,12 @@ def read(rule, weights, norm_scale, x):
     return hidden
 
 
-def fresh_variance(depth, head_dim):
-    """What the norm of a fresh residual MLP is given for a unit key, by summing over a fine grid of normal numbers."""
+def fresh_variance(depth, head_dim, scale=1.0):
+    """What the norm of a fresh residual MLP is given for a unit key times scale, by summing over a fine grid of normal
+    numbers."""
     grid = np.linspace(-10, 10, 20_001)
     density = np.exp(-(grid**2) / 2) / np.sum(np.exp(-(grid**2) / 2))
-    variance = 1 / head_dim
+    variance = scale**2 / head_dim
     for _ in range(depth - 1):
         variance = np.sum(density * gelu(np.sqrt(variance) * grid) ** 2)
     return variance * (head_dim - 1) / head_dim
@@ -107,7 +114,7 @@ def inner_gradient(rule, weights, norm_scale, key, value):
             np.outer(silu(gate) * up, cotangent),
         ]
         return loss, cotangent, gradients
-    inputs, outputs = [key], []
+    inputs, outputs = [rule.scale(weights) * key], []
     for matrix in weights:
         outputs.append(inputs[-1] @ matrix)
         inputs.append(gelu(outputs[-1]))
@@ -117,7 +124,7 @@ def inner_gradient(rule, weights, norm_scale, key, value):
         scaled = cotangent * norm_scale
         delta = (scaled - np.mean(scaled) - normalized * np.mean(scaled * normalized)) / deviation
         if rule.bound_slope:
-            fresh = fresh_variance(len(weights), len(key))
+            fresh = fresh_variance(len(weights), len(key), rule.scale(weights))
             delta = delta * min(1, np.var(outputs[-1]) / fresh)
     gradients = [np.outer(inputs[-2], delta)]
     for layer in range(len(weights) - 2, -1, -1):

@@ -31,16 +31,18 @@ class Case:
     algorithm: str = "momentum"
     chunk_size: int = 4
     expansion: int = 2
+    scale_keys: bool = False
 
     def __str__(self):
-        return f"{self.architecture}{self.depth}-{self.bias}-{self.algorithm}-{self.chunk_size}"
+        architecture = f"{'scaled-' if self.scale_keys else ''}{self.architecture}"
+        return f"{architecture}{self.depth}-{self.bias}-{self.algorithm}-{self.chunk_size}"
 
     @property
     def rule(self):
         options = {
             "linear": {},
             "mlp": {"depth": self.depth, "expansion": self.expansion},
-            "residual_mlp": {"depth": self.depth, "expansion": self.expansion},
+            "residual_mlp": {"depth": self.depth, "expansion": self.expansion, "scale_keys": self.scale_keys},
             "gated_mlp": {"expansion": self.expansion},
         }[self.architecture]
         return memory.MemoryRule(
@@ -54,7 +56,8 @@ class Case:
     @property
     def oracle_rule(self):
         architecture = "mlp" if self.architecture == "linear" else self.architecture
-        return oracle.Rule(architecture, self.bias, self.algorithm == "momentum", self.chunk_size)
+        momentum = self.algorithm == "momentum"
+        return oracle.Rule(architecture, self.bias, momentum, self.chunk_size, scale_keys=self.scale_keys)
 
     @property
     def shapes(self):
@@ -80,6 +83,7 @@ EVERY_CASE = (
     Case("mlp", 4),
     Case("residual_mlp", 1),
     TITANS,
+    Case("residual_mlp", 2, scale_keys=True),
     Case("residual_mlp", 3, algorithm="gradient_descent"),
     Case("residual_mlp", 4),
     Case("gated_mlp", 3),

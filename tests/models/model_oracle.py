@@ -198,7 +198,10 @@ class Model:
         architecture = {"linear": "mlp", None: "residual_mlp"}.get(memory.architecture, memory.architecture)
         to_start = memory.forget_to == "start" and memory.start != "zero" and architecture != "linear"
         bound_slope = memory.bound_slope and architecture == "residual_mlp"
-        return oracle.Rule(architecture, "l2", memory.momentum is not False, memory.chunk_size, to_start, bound_slope)
+        momentum = memory.momentum is not False
+        return oracle.Rule(
+            architecture, "l2", momentum, memory.chunk_size, to_start, bound_slope, scale_keys=memory.scale_keys
+        )
 
     def slow(self, p, head):
         weights = [value for _, value in sorted((k, v) for k, v in p.items() if k[:2] == ("memory", "start_weights"))]

@@ -194,13 +194,8 @@ def _linear_from_learned(rule: "MemoryRule") -> bool:
 def limits_steps(config: MemoryConfig) -> bool:
     """Whether steps are limited by the share of their error that they remove: those of a linear memory, which has no
     norm that would bound their effect (`bound_slope`)."""
-    rule = memory_rule(config)
-    return (
-        config.bound_slope
-        and config.step_unit == "error"
-        and _preset(config).gates.bounded
-        and rule.architecture.linear
-    )
+    wanted = config.bound_slope and config.step_unit == "error"
+    return wanted and _preset(config).gates.bounded and memory_rule(config).architecture.linear
 
 
 def cache_aggregation(config: MemoryConfig) -> "Aggregation | None":
@@ -332,7 +327,9 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags
     bound_slope = config.bound_slope and rule.architecture.slope_known
     bias = rule.bias.bounded() if bound_slope and config.bias is None else rule.bias  # one that is named is as named
-    rule = dataclasses.replace(rule, bias=bias, forget_to_start=to_start, bound_slope=bound_slope)
+    network = rule.architecture.with_scaled_keys() if config.scale_keys else rule.architecture
+    parts = {"architecture": network, "bias": bias}
+    rule = dataclasses.replace(rule, **parts, forget_to_start=to_start, bound_slope=bound_slope)
     return _stale(config, rule) if config.local_chunks else rule
 
 

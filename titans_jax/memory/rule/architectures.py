@@ -76,6 +76,10 @@ class Architecture(abc.ABC):
         standard deviation size/sqrt(in), one size per matrix (`init_params`); 0 where it is not known."""
         return 0.0
 
+    def with_scaled_keys(self) -> Architecture:
+        """The same network whose hidden layer starts with inputs of a root mean square of 1, where it can have them."""
+        return self
+
     @property
     def slope_known(self) -> bool:
         """Whether there is a norm and its `start_variance`, which `MemoryRule.bound_slope` needs."""
@@ -155,19 +159,41 @@ class BehindNorm(Architecture):
 @register_architecture()
 @dataclasses.dataclass(frozen=True)
 class ResidualMlp(BehindNorm, Mlp):
-    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras (memory/README.md, The rule; Readings)."""
+    """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras (memory/README.md, The rule; Readings).
+
+    scale_keys: M(x) = x + LN(MLP(c x)), with c such that for a unit key c x has a root mean square of 1, and so have
+    the inputs of fresh hidden units (memory/README.md, Scaled keys). A single matrix has no hidden layer and no need.
+    """
+
+    scale_keys: bool = dataclasses.field(default=False, kw_only=True)
+    normalized = True
+
+    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
+        inputs, scale = self.inputs(params, x), self.scale(x.shape[-1])
+        return x + self.norm(params, Mlp.read(self, linear, params, inputs if scale == 1 else scale * inputs))
+
+    def inputs(self, params: Params, x: jax.Array) -> jax.Array:
+        """What the first matrix reads, but for the scale: [..., head_dim] -> [..., in]."""
+        return x
+
+    def scale(self, head_dim: int) -> float:
+        """c: one over the root mean square of a unit key's inputs, or 1."""
+        return self.input_square(head_dim) ** -0.5 if self.scale_keys and self.depth > 1 else 1.0
+
+    def with_scaled_keys(self) -> Architecture:
+        return dataclasses.replace(self, scale_keys=True)
 
     def start_variance(self, head_dim: int, sizes: Sequence[float]) -> float:
         """The output of a matrix is normal, and its variance is the mean square of the matrix's input."""
         *hidden, last = sizes
-        variance = self.input_square(head_dim)
+        variance = self.scale(head_dim) ** 2 * self.input_square(head_dim)
         gelu = lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))  # noqa: E731
         for size in hidden:
             variance = normal_square(gelu, size**2 * variance)
         return last**2 * variance * (1 - 1 / head_dim)
 
     def input_square(self, head_dim: int) -> float:
-        """The mean square of the first matrix's input, for a unit key."""
+        """The mean square of `inputs`, for a unit key."""
         return 1 / head_dim
 
 
@@ -201,9 +227,8 @@ class PolynomialMlp(ResidualMlp):
         (_, hidden), *others = super().shapes(head_dim)
         return ((width, hidden), *others)
 
-    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
-        features = monomials(x, params["degree_scale"])
-        return x + self.norm(params, Mlp.read(self, linear, params, features))
+    def inputs(self, params: Params, x: jax.Array) -> jax.Array:
+        return monomials(x, params["degree_scale"])
 
     def slow(self, head_dim: int) -> Params:
         scale = [1 / math.factorial(i) for i in range(self.degree + 1)]
