@@ -60,10 +60,13 @@ def test_a_zero_start_is_no_parameter_and_forgets_to_itself():
     [
         (
             {},
-            "the norm of ResidualMlp(depth=2, expansion=4, learned_scale=True) multiplies the gradients of a zero "
+            "the norm of ResidualMlp(depth=2, expansion=4, learned_scale=True, scale_keys=False) multiplies the gradients of a zero "
             "matrix by 1 / sqrt(1e-6)",
         ),
-        ({"preset": "ttt_linear"}, "as the norm of ResidualMlp(depth=1, expansion=4, learned_scale=True) multiplies"),
+        (
+            {"preset": "ttt_linear"},
+            "as the norm of ResidualMlp(depth=1, expansion=4, learned_scale=True, scale_keys=False) multiplies",
+        ),
         ({"architecture": "mlp"}, "as no matrix of Mlp(depth=2, expansion=4) has a gradient where the others are zero"),
         ({"architecture": "linear", "retention": "elastic_net"}, "maps what is carried to weights, and has no slope"),
     ],
