@@ -162,7 +162,7 @@ class ResidualMlp(BehindNorm, Mlp):
     """M(x) = x + LN(MLP(x)), the default memory of Titans and Miras (memory/README.md, The rule; Readings).
 
     scale_keys: M(x) = x + LN(MLP(c x)), with c such that for a unit key c x has a root mean square of 1, and so have
-    the inputs of fresh hidden units (memory/README.md, Scaled keys). A single matrix has no hidden layer and no need.
+    the inputs of fresh hidden units (memory/README.md, Gates). A single matrix has no hidden layer and no need.
     """
 
     scale_keys: bool = dataclasses.field(default=False, kw_only=True)
