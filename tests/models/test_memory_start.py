@@ -60,8 +60,8 @@ def test_a_zero_start_is_no_parameter_and_forgets_to_itself():
     [
         (
             {},
-            "the norm of ResidualMlp(depth=2, expansion=4, learned_scale=True, scale_keys=False) multiplies the gradients "
-            "of a zero matrix by 1 / sqrt(1e-6)",
+            "the norm of ResidualMlp(depth=2, expansion=4, learned_scale=True, scale_keys=False) multiplies the "
+            "gradients of a zero matrix by 1 / sqrt(1e-6)",
         ),
         (
             {"preset": "ttt_linear"},
