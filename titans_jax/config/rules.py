@@ -328,8 +328,7 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     bound_slope = config.bound_slope and rule.architecture.slope_known
     bias = rule.bias.bounded() if bound_slope and config.bias is None else rule.bias  # one that is named is as named
     network = rule.architecture.with_scaled_keys() if config.scale_keys else rule.architecture
-    parts = {"architecture": network, "bias": bias}
-    rule = dataclasses.replace(rule, **parts, forget_to_start=to_start, bound_slope=bound_slope)
+    rule = dataclasses.replace(rule, architecture=network, bias=bias, forget_to_start=to_start, bound_slope=bound_slope)
     return _stale(config, rule) if config.local_chunks else rule
 
 

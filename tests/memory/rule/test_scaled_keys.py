@@ -52,8 +52,7 @@ def share_not_linear(part):
     rule = rule_of(part)
     params = memory.init_params(rule, jax.random.key(1), HEAD_DIM)
     keys = unit_keys(4000)
-    inputs = part.scale(HEAD_DIM) * part.inputs(params, keys)
-    said = np.asarray(architectures.Mlp.read(part, lambda i, x: x @ params["weights"][i], params, inputs))
+    said = np.asarray(architectures.Mlp.read(part, lambda i, x: x @ params["weights"][i], params, keys))
     terms = np.concatenate([np.asarray(keys), np.ones((len(keys), 1))], axis=1)
     rest = said - terms @ np.linalg.lstsq(terms, said, rcond=None)[0]
     return rest.var() / said.var()

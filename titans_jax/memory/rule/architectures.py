@@ -122,9 +122,13 @@ class Mlp(Architecture):
         return tuple(zip(widths[:-1], widths[1:], strict=True))
 
     def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
-        x = linear(0, x)
+        x = linear(0, self.inputs(params, x))
         for i in range(1, self.depth):
             x = linear(i, gelu(x))
+        return x
+
+    def inputs(self, params: Params, x: jax.Array) -> jax.Array:
+        """What the first matrix reads: [..., head_dim] -> [..., in]."""
         return x
 
 
@@ -166,18 +170,17 @@ class ResidualMlp(BehindNorm, Mlp):
     """
 
     scale_keys: bool = dataclasses.field(default=False, kw_only=True)
-    normalized = True
-
-    def read(self, linear: Apply, params: Params, x: jax.Array) -> jax.Array:
-        inputs, scale = self.inputs(params, x), self.scale(x.shape[-1])
-        return x + self.norm(params, Mlp.read(self, linear, params, inputs if scale == 1 else scale * inputs))
 
     def inputs(self, params: Params, x: jax.Array) -> jax.Array:
-        """What the first matrix reads, but for the scale: [..., head_dim] -> [..., in]."""
+        features, scale = self.features(params, x), self.scale(x.shape[-1])
+        return features if scale == 1 else scale * features
+
+    def features(self, params: Params, x: jax.Array) -> jax.Array:
+        """`inputs`, but for the scale."""
         return x
 
     def scale(self, head_dim: int) -> float:
-        """c: one over the root mean square of a unit key's inputs, or 1."""
+        """c: one over the root mean square of a unit key's features, or 1."""
         return self.input_square(head_dim) ** -0.5 if self.scale_keys and self.depth > 1 else 1.0
 
     def with_scaled_keys(self) -> Architecture:
@@ -193,7 +196,7 @@ class ResidualMlp(BehindNorm, Mlp):
         return last**2 * variance * (1 - 1 / head_dim)
 
     def input_square(self, head_dim: int) -> float:
-        """The mean square of `inputs`, for a unit key."""
+        """The mean square of `features`, for a unit key."""
         return 1 / head_dim
 
 
@@ -227,7 +230,7 @@ class PolynomialMlp(ResidualMlp):
         (_, hidden), *others = super().shapes(head_dim)
         return ((width, hidden), *others)
 
-    def inputs(self, params: Params, x: jax.Array) -> jax.Array:
+    def features(self, params: Params, x: jax.Array) -> jax.Array:
         return monomials(x, params["degree_scale"])
 
     def slow(self, head_dim: int) -> Params:
