@@ -101,9 +101,8 @@ def test_self_referential_titans_equal_the_numpy_loop(fields):
     config, x = configured(**fields), inputs()
     layer = layer_of(SelfReferentialMemory, config)
     share = None if fields else config.memory.max_step_size
-    expected = [
-        oracle.self_referential(by_path(layer), np.array(one), 2, CHUNK, step_size_bound(config), share) for one in x
-    ]
+    choices = (2, CHUNK, step_size_bound(config), share, config.head_dim**0.5)
+    expected = [oracle.self_referential(by_path(layer), np.array(one), *choices) for one in x]
     assert_close(row(layer, x), np.stack(expected))
 
 

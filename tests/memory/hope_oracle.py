@@ -32,36 +32,33 @@ def gelu_slope(x):
     return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
 
 
-def read(kind, weights, scale, x):
-    """kind: "residual_mlp", x + LN(MLP(x)); "skip_mlp", x + MLP(x); "mlp"."""
-    z = gelu(x @ weights[0]) @ weights[1]
+def read(kind, weights, scale, x, by=1.0):
+    """kind: "residual_mlp", x + LN(MLP(by x)); "skip_mlp", x + MLP(by x); "mlp"."""
+    z = gelu(by * x @ weights[0]) @ weights[1]
     if kind == "residual_mlp":
         z = (z - z.mean()) / np.sqrt(z.var() + LAYER_NORM_EPSILON) * scale
     return z if kind == "mlp" else x + z
 
 
-def gradients(kind, weights, scale, key, value):
+def gradients(kind, weights, scale, key, value, by=1.0):
     """Those of 1/2 ||M(key) - value||^2 by both matrices."""
-    hidden = key @ weights[0]
+    hidden = by * key @ weights[0]
     z = gelu(hidden) @ weights[1]
-    delta = read(kind, weights, scale, key) - value
+    delta = read(kind, weights, scale, key, by) - value
     if kind == "residual_mlp":
         deviation = np.sqrt(z.var() + LAYER_NORM_EPSILON)
         normalized, scaled = (z - z.mean()) / deviation, delta * scale
         delta = (scaled - scaled.mean() - normalized * np.mean(scaled * normalized)) / deviation
     inner = (weights[1] @ delta) * gelu_slope(hidden)
-    return [np.outer(key, inner), np.outer(gelu(hidden), delta)]
+    return [np.outer(by * key, inner), np.outer(gelu(hidden), delta)]
 
 
-def delta_descent(kind, weights, anchor, start, scale, key, value, retention, step, share=1.0):
-    """(a I - theta k^T k) W_0 - theta grad, a W_1 - theta grad, the erased term and the gradient at the anchor; kept is
-    what differs from `start`. retention, step: of both matrices. share: of the step, that a bounded slope leaves."""
-    u = gradients(kind, anchor, scale, key, value)
-    u[0] = u[0] + np.outer(key, key @ anchor[0])
-    return [
-        m + a * (w - m) - share * theta * g
-        for w, m, a, theta, g in zip(weights, start, retention, step, u, strict=True)
-    ]
+def delta_descent(weights, anchor, start, scale, key, value, retention, step, share, by):
+    """(a I - theta x^T x) W_0 - theta grad, a W_1 - theta grad, x = by k, the erased term and the gradient at the
+    anchor; kept is what differs from `start`. share: of the step, that a bounded slope leaves."""
+    u = gradients("residual_mlp", anchor, scale, key, value, by)
+    u[0] = u[0] + np.outer(by * key, by * key @ anchor[0])
+    return [m + retention * (w - m) - share * step * g for w, m, g in zip(weights, start, u, strict=True)]
 
 
 def hope(queries, keys, values, start, scale, chunk_size, retention, step_size, momentum=None, kind="residual_mlp"):
@@ -93,16 +90,16 @@ def shared(keys, shares, t, opened):
     return left
 
 
-def fresh_variance(head_dim):
-    """That of what the norm of a fresh memory is given for a unit key."""
+def fresh_variance(head_dim, by):
+    """That of what the norm of a fresh memory is given for `by` times a unit key."""
     grid = np.linspace(-10, 10, 20_001)
     density = np.exp(-(grid**2) / 2) / np.sum(np.exp(-(grid**2) / 2))
-    return np.sum(density * gelu(grid * head_dim**-0.5) ** 2) * (head_dim - 1) / head_dim
+    return np.sum(density * gelu(grid * by * head_dim**-0.5) ** 2) * (head_dim - 1) / head_dim
 
 
-def self_referential(p, x, heads, chunk_size, bound, max_step_size=None):
+def self_referential(p, x, heads, chunk_size, bound, max_step_size=None, by=1.0):
     """x [time, dim] -> [time, dim]. p: the layer's parameters by path. bound: of step sizes. max_step_size: the same
-    as a share of the error, where near keys share their steps."""
+    as a share of the error, where near keys share their steps. by: the factor of what hidden layers read."""
     width = x.shape[1] // heads
     split = lambda y: y.reshape(len(y), heads, width)  # noqa: E731
     tokens = unit(split(silu(convolve(x, p["convolution", "kernel"]))))
@@ -116,7 +113,7 @@ def self_referential(p, x, heads, chunk_size, bound, max_step_size=None):
         for t in range(len(x)):
             if t % chunk_size == 0:
                 anchors = [list(w) for w in weights]
-            say = lambda n, y: read("residual_mlp", anchors[n], scales[n], y)  # noqa: B023, E731
+            say = lambda n, y: read("residual_mlp", anchors[n], scales[n], y, by)  # noqa: B023, E731
             key, value = unit(say(0, tokens[t, h])), unit(say(1, tokens[t, h]))
             logits = [unit(say(2 + i, tokens[t, h])) @ p["gate_kernel",][i, h] + p["gate_bias",][i, h] for i in (0, 1)]
             step, retention = bound * sigmoid(logits[0]), 1 - sigmoid(logits[1])
@@ -126,13 +123,11 @@ def self_referential(p, x, heads, chunk_size, bound, max_step_size=None):
                 step *= shared(keys, shares, t, t - t % chunk_size)
             targets = [say(n, value) for n in range(5)]
             for n in range(5):
-                z = gelu(key @ anchors[n][0]) @ anchors[n][1]
-                share = min(1, z.var() / fresh_variance(width))
-                gates = ([retention] * 2, [step] * 2, share)
-                weights[n] = delta_descent(
-                    "residual_mlp", weights[n], anchors[n], starts[n], scales[n], key, targets[n], *gates
-                )
-            out[t, h] = read("residual_mlp", weights[4], scales[4], queries[t, h])
+                z = gelu(by * key @ anchors[n][0]) @ anchors[n][1]
+                share = min(1, z.var() / fresh_variance(width, by))
+                token = (scales[n], key, targets[n], retention, step, share, by)
+                weights[n] = delta_descent(weights[n], anchors[n], starts[n], *token)
+            out[t, h] = read("residual_mlp", weights[4], scales[4], queries[t, h], by)
     y = rms_norm(out, p["norm", "scale"]).reshape(x.shape) * silu(x @ p["output_gate", "kernel"])
     return y @ p["output_projection", "kernel"]
 

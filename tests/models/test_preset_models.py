@@ -19,7 +19,8 @@ def model_of(preset, *pattern):
 
 def test_a_configuration_names_what_is_registered():
     for name, preset in PRESETS.items():
-        config = MemoryConfig(preset=name, forget_to="zero", bound_slope=False, normalize_values=False)
+        published = {"forget_to": "zero", "bound_slope": False, "normalize_values": False, "scale_keys": False}
+        config = MemoryConfig(preset=name, **published)
         assert name == preset.name and gate_choices(config) == preset.gates
         assert memory_rule(config) == preset.make()
     assert gate_choices(MemoryConfig(preset="mamba2")) == memory.GateChoices("rate", "rate")
@@ -28,7 +29,7 @@ def test_a_configuration_names_what_is_registered():
 def test_what_has_a_learned_start_forgets_to_it():
     """Unless told otherwise, and then its heads start to forget at different speeds."""
     for name, preset in PRESETS.items():
-        config = MemoryConfig(preset=name)
+        config = MemoryConfig(preset=name, scale_keys=False)
         learned = preset.make().learned_start
         rule = preset.make()
         normed = dataclasses.replace(rule, forget_to_start=learned, bound_slope=rule.architecture.normalized)

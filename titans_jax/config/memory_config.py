@@ -87,12 +87,13 @@ class MemoryConfig:
     than a square (moneta's, unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at
     most all of its token's error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers.
     Memories of several matrices without a norm ignore it."""
-    scale_keys: bool = False
+    scale_keys: bool | None = None
     """Multiply what a memory's hidden layer reads, a key or query of norm 1, by sqrt(head_dim). Hidden units then start
     with inputs of a root mean square of 1; without, of 1 / sqrt(head_dim), where gelu is almost a straight line and a
     memory of several matrices almost a linear one. Small models read text 0.08 bits better with it, and a wider hidden
-    layer then helps (memory/README.md, Gates). False: keys as they are, as in the papers. Memories without a hidden
-    layer, or without a norm on their output, ignore it."""
+    layer then helps (memory/README.md, Gates). None: True, but for weights made of logits (Memora), with which it read
+    text worse. False: keys as they are, as in the papers. Memories without a hidden layer, or without a norm on their
+    output, ignore it."""
     key_start: Literal["induction", "random"] = "induction"
     """How keys start in training. induction: keys with their own projection start as the queries of one token before;
     tied keys (`tie_keys`) and values start from the token alone in the first head, from all taps of the convolution in

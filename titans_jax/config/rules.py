@@ -327,7 +327,8 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
     to_start = config.forget_to == "start" and rule.learned_start and not rule.retention.lags
     bound_slope = config.bound_slope and rule.architecture.slope_known
     bias = rule.bias.bounded() if bound_slope and config.bias is None else rule.bias  # one that is named is as named
-    network = rule.architecture.with_scaled_keys() if config.scale_keys else rule.architecture
+    scaled = not rule.retention.positive if config.scale_keys is None else config.scale_keys
+    network = rule.architecture.with_scaled_keys() if scaled else rule.architecture
     rule = dataclasses.replace(rule, architecture=network, bias=bias, forget_to_start=to_start, bound_slope=bound_slope)
     return _stale(config, rule) if config.local_chunks else rule
 

@@ -18,6 +18,7 @@ BEFORE: Mapping[str, Any] = {
     "model.memory.key_start": "random",
     "model.memory.normalize_values": False,
     "model.memory.prediction_gate": False,
+    "model.memory.scale_keys": False,
     "model.memory.share_steps": False,
     "model.memory.skip_projection": False,
     "model.memory.step_unit": "head_dim",

@@ -15,7 +15,8 @@ def without_scale(**choices):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_it_reads_as_with_a_scale_of_1(form):
-    rule = without_scale(expansion=TITANS.expansion, chunk_size=TITANS.chunk_size, bound_slope=False)
+    same = {"expansion": TITANS.expansion, "chunk_size": TITANS.chunk_size, "scale_keys": TITANS.scale_keys}
+    rule = without_scale(**same, bound_slope=False)
     params, rows = random_params(TITANS), random_rows(TITANS, rows=1, time=11)
     queries, keys, values, *gates = (rows[name][0] for name in rows)
     gates = memory.Gates.from_values(*gates)

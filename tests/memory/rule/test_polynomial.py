@@ -82,7 +82,7 @@ def test_degrees_that_cannot_be_are_refused(make, sentence):
 def test_a_configuration_names_it_and_refuses_what_it_cannot_hold():
     config = MemoryConfig(preset="omeganet", architecture="polynomial_mlp(degree=3)", expansion=2, omega_window=8)
     rule = memory_rule(config)
-    assert rule.architecture == architectures.polynomial_mlp(2, 2, 3) and rule.bound_slope
+    assert rule.architecture == architectures.polynomial_mlp(2, 2, 3, scale_keys=True) and rule.bound_slope
     assert rule.algorithm == memory.algorithms.omega(8)
     assert memory_rule(dataclasses.replace(config, momentum=True)).algorithm == memory.algorithms.omega(8, True)
     with pytest.raises(ConfigError, match=r"^model.memory.architecture: degree is 3: heads of width 64 have 47,905"):

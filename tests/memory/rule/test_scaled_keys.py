@@ -89,10 +89,15 @@ def test_a_memory_that_ignores_it_reads_as_before(part):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_configurations_scale_keys_where_asked():
+def test_configurations_scale_keys_but_of_weights_made_of_logits():
+    """Unless told otherwise."""
     for preset in ("titans", "yaad", "moneta", "memora", "ttt_mlp", "omeganet", "dla", "atlas"):
-        assert memory_rule(MemoryConfig(preset=preset, scale_keys=True)).architecture.scale_keys
-        assert not memory_rule(MemoryConfig(preset=preset)).architecture.scale_keys
+        scaled = (
+            memory_rule(MemoryConfig(preset=preset, scale_keys=say)).architecture.scale_keys
+            for say in (None, True, False)
+        )
+        assert tuple(scaled) == (preset != "memora", True, False)
+    assert not memory_rule(MemoryConfig(retention="kullback_leibler")).architecture.scale_keys
     for named in ("residual_mlp(scale_keys=True)", "polynomial_mlp(degree=3)"):
         rule = memory_rule(MemoryConfig(architecture=named, scale_keys="poly" in named))
         assert rule.architecture.scale_keys and rule.bound_slope
