@@ -77,7 +77,7 @@ class Memories:
             {"weights": [w[head] for w in start], "norm_scale": scale[head]} for head in range(config.num_heads)
         ]
         momentum = config.memory.momentum is not False
-        ours = {"forget_to_start": True, "bound_slope": True, "scale_keys": config.memory.scale_keys}
+        ours = {"forget_to_start": True, "bound_slope": True, "scale_keys": config.memory.scale_keys is not False}
         self.rule = oracle.Rule("residual_mlp", "l2", momentum, chunk_size, **ours)
         self.kernel, self.bias, self.max_step = own["gates", "kernel"], own["gates", "bias"], max_step / config.head_dim
         self.first = [oracle.start(slow) for slow in self.slow]

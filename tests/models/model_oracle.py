@@ -198,10 +198,8 @@ class Model:
         architecture = {"linear": "mlp", None: "residual_mlp"}.get(memory.architecture, memory.architecture)
         to_start = memory.forget_to == "start" and memory.start != "zero" and architecture != "linear"
         bound_slope = memory.bound_slope and architecture == "residual_mlp"
-        momentum = memory.momentum is not False
-        return oracle.Rule(
-            architecture, "l2", momentum, memory.chunk_size, to_start, bound_slope, scale_keys=memory.scale_keys
-        )
+        momentum, scaled = memory.momentum is not False, memory.scale_keys is not False
+        return oracle.Rule(architecture, "l2", momentum, memory.chunk_size, to_start, bound_slope, scale_keys=scaled)
 
     def slow(self, p, head):
         weights = [value for _, value in sorted((k, v) for k, v in p.items() if k[:2] == ("memory", "start_weights"))]
