@@ -181,7 +181,7 @@ def rule_of(case: Case):
     """The memory rule of a case: as models have it, or as the papers print it."""
     from titans_jax.config import MemoryConfig, memory_rule
 
-    reading = {"forget_to": "zero", "bound_slope": False} if case.letter else {}
+    reading = {"forget_to": "zero", "bound_slope": False, "scale_keys": False} if case.letter else {}
     sizes = {"expansion": case.expansion, "chunk_size": case.chunk_size}
     return memory_rule(MemoryConfig(preset=case.preset, **sizes, **reading))
 
