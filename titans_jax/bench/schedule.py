@@ -17,7 +17,7 @@ from titans_jax import plots
 from titans_jax.config import ConfigError
 from titans_jax.tpu import schedules
 from titans_jax.tpu.hlo import Program
-from titans_jax.tpu.topology import describe, find_topology
+from titans_jax.tpu.topology import describe, find_topology, prepare_compiler
 
 CHUNKS = 11
 KERNELS = ("memorize", "memorize_backward")
@@ -97,6 +97,7 @@ def main(options: Options) -> None:
     from rich.table import Table
 
     topologies = [find_topology(name).name for name in options.topologies]
+    prepare_compiler()  # the presets' examples are arrays
     if options.preset not in (known := kernel_presets()):
         raise ConfigError(f"preset is {options.preset!r}; use one of {', '.join(known)}")
     sizes = {case.chunk_size for case in CASES}

@@ -89,6 +89,17 @@ def slice_shapes(generation: Generation) -> list[tuple[int, ...]]:
     return sorted(shapes, key=math.prod)
 
 
+def prepare_compiler(schedules: bool = True) -> None:
+    """Set what libtpu reads when it is loaded, which the first array of a process does; schedules: as of `describe`."""
+    # Without these libtpu asks a metadata server which machine it is on, and allows only one process at a time.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    if schedules:
+        ask_for_schedules()
+
+
 def describe(topology: Topology, schedules: bool = True) -> list[Any]:
     """The topology's devices, for the compiler only; nothing can be computed on them.
 
@@ -103,13 +114,7 @@ def describe(topology: Topology, schedules: bool = True) -> list[Any]:
             "libtpu is not installed, which holds the compiler for TPUs; pip install 'titans-jax[tpu]' (or pip "
             "install libtpu) brings it, and needs no TPU"
         )
-    # Without these libtpu asks a metadata server which machine it is on, and allows only one process at a time.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    if schedules:
-        ask_for_schedules()
+    prepare_compiler(schedules)
     from jax.experimental import topologies
 
     options = {} if topology.slices == 1 else {"num_slices": topology.slices}
