@@ -97,9 +97,9 @@ def fresh_variance(head_dim, by):
     return np.sum(density * gelu(grid * by * head_dim**-0.5) ** 2) * (head_dim - 1) / head_dim
 
 
-def self_referential(p, x, heads, chunk_size, bound, max_step_size=None, by=1.0):
+def self_referential(p, x, heads, chunk_size, bound, max_step_size, by):
     """x [time, dim] -> [time, dim]. p: the layer's parameters by path. bound: of step sizes. max_step_size: the same
-    as a share of the error, where near keys share their steps. by: the factor of what hidden layers read."""
+    as a share of the error, where near keys share their steps; else None. by: the factor of what hidden layers read."""
     width = x.shape[1] // heads
     split = lambda y: y.reshape(len(y), heads, width)  # noqa: E731
     tokens = unit(split(silu(convolve(x, p["convolution", "kernel"]))))

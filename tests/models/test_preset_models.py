@@ -29,10 +29,12 @@ def test_a_configuration_names_what_is_registered():
 def test_what_has_a_learned_start_forgets_to_it():
     """Unless told otherwise, and then its heads start to forget at different speeds."""
     for name, preset in PRESETS.items():
-        config = MemoryConfig(preset=name, scale_keys=False)
+        config = MemoryConfig(preset=name)
         learned = preset.make().learned_start
         rule = preset.make()
         normed = dataclasses.replace(rule, forget_to_start=learned, bound_slope=rule.architecture.normalized)
+        if not rule.retention.positive:
+            normed = dataclasses.replace(normed, architecture=rule.architecture.with_scaled_keys())
         if name == "moneta":  # beyond an error of 1 its steps are bounded, too, unless its bias is named
             assert memory_rule(dataclasses.replace(config, bias="lp")) == normed
             normed = dataclasses.replace(normed, bias=memory.biases.lp(3.0, linear_from=1.0))
