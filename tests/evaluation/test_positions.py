@@ -256,14 +256,14 @@ def test_logits_that_are_not_finite_end_in_a_sentence_and_keep_the_buckets_befor
 def test_evaluate_with_the_memory_on_off_and_fresh(tmp_path, capsys):
     """From the command line: perplexity knows no fresh state, and a model without memory has none to turn off."""
     file = tmp_path / "small.py"
-    small_run = "tiny_config(dataclasses.replace(MODEL, pattern={!r}), steps=2, sample_tokens=0)"
+    small_run = "tiny_config(dataclasses.replace(MODEL, pattern={!r}, depth=1), steps=2, sample_tokens=0)"
     found = {}
     for pattern in (("lmm",), ("window",)):
         config = small_run.format(pattern)
         file.write_text(f"import dataclasses\nfrom tests.training.tiny import MODEL, tiny_config\nconfig = {config}\n")
         folder = str(tmp_path / pattern[0])
         assert cli.main(["train", str(file), "--training.run_dir", folder]) == 0
-        for state in ("on", "off", "fresh"):
+        for state in ("on", "off", "fresh") if pattern == ("lmm",) else ("off",):
             capsys.readouterr()
             command = ["evaluate", folder, "--memory", state, "--batches", "1", "--json"]
             code = cli.main(command)

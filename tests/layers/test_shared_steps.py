@@ -1,5 +1,7 @@
 """Steps that near keys of a chunk share: by their definition, cut anywhere, and as the token-by-token rule has them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +64,7 @@ def test_equal_keys_in_one_chunk_are_the_token_by_token_rule():
     key = jnp.zeros((dim,)).at[2].set(1.0)
     keys, values = (jnp.broadcast_to(x, (time, dim)) for x in (key, jnp.arange(dim, dtype=jnp.float32)))
 
+    @functools.partial(jax.jit, static_argnums=0)
     def written(chunk_size, step):
         rule = memory.MemoryRule(
             architectures.linear(), biases.l2(), retentions.decay(), algorithms.gradient_descent(), chunk_size
@@ -85,7 +88,7 @@ def test_the_gradient_at_equal_keys_is_finite():
     def total(shares, keys):
         return jnp.sum(shared_steps(shares, keys, tail, 0, CHUNK)[0])
 
-    for gradient in jax.grad(total, argnums=(0, 1))(jnp.ones_like(shares), equal):
+    for gradient in jax.jit(jax.grad(total, argnums=(0, 1)))(jnp.ones_like(shares), equal):
         assert np.all(np.isfinite(gradient))
 
 

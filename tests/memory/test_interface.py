@@ -199,7 +199,7 @@ def unanchored(preset, tokens):
     first, others = (jax.tree.map(lambda x: x[part], (*rows, gates)) for part in (slice(tokens), slice(tokens, None)))  # noqa: B023
     start = memory.init_state(rule, params)
     _, state = memory.memorize(rule, params, start, *first, return_anchor=False)
-    expected, _ = memory.memorize(rule, params, start, *rows, gates, "recurrent")
+    expected, _ = jax.jit(lambda start: memory.memorize(rule, params, start, *rows, gates, "recurrent"))(start)
 
     def write(state, form="chunked"):
         return memory.memorize(rule, params, state, *others, form)[0]

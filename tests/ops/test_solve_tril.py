@@ -24,20 +24,21 @@ def test_ways(way, size):
     """To float32's rounding: what bfloat16 products, or powers of `lower`, would not reach."""
     exact, lower = system(size)
     exact = inverted(exact)
-    assert np.max(np.abs(np.asarray(way(lower)) - exact)) <= 1e-6 * np.max(np.abs(exact))
+    assert np.max(np.abs(np.asarray(jax.jit(way)(lower)) - exact)) <= 1e-6 * np.max(np.abs(exact))
 
 
 def test_operands_in_bfloat16():
     """Twice their digits, and no more."""
     exact, lower = system(64)
     exact = inverted(exact)
-    error = np.max(np.abs(np.asarray(solve_tril.by_rows(lower, jnp.bfloat16)) - exact)) / np.max(np.abs(exact))
+    found = jax.jit(lambda lower: solve_tril.by_rows(lower, jnp.bfloat16))(lower)
+    error = np.max(np.abs(np.asarray(found) - exact)) / np.max(np.abs(exact))
     assert 1e-7 < error <= 5e-5
 
 
 def test_any_size():
     exact, lower = system(21)
-    found, wanted = solve_tril.inverse(lower, lower.dtype), inverted(exact)
+    found, wanted = jax.jit(lambda lower: solve_tril.inverse(lower, lower.dtype))(lower), inverted(exact)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.max(wanted))
 
 
@@ -64,7 +65,7 @@ def test_gradients(transposed):
                 of = jax.grad(lambda *x: jnp.sum(jnp.sin(solve(*x))), (0, 1))(jnp.tril(lower, -1), right)
                 return jnp.sum(of[0] * turn) + jnp.sum(of[1] * direction)
 
-            return first(lower, right), *jax.grad(first, (0, 1))(lower, right)
+            return jax.jit(lambda *x: (first(*x), *jax.grad(first, (0, 1))(*x)))(lower, right)
 
         for got, wanted in zip(second(ours), second(general), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10)

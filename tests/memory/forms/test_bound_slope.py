@@ -1,6 +1,7 @@
 """Steps that shrink where the memory's norm is steep: the oracle's numbers, and stable for one key for ever."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ def draw(scale):
     return params, queries, keys, values, gates
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def reads(rule, params, queries, keys, values, gates):
     return memory.memorize(rule, params, memory.init_state(rule, params), queries, keys, values, gates, "chunked")[0]
 
@@ -67,7 +69,7 @@ def test_start_variance_is_that_of_fresh_memories(depth, expansion):
         outputs = plain.read(lambda i, x: x @ params["weights"][i], params, jnp.full((dim,), dim**-0.5))
         return jnp.var(outputs)
 
-    found = np.asarray(jax.vmap(variance)(jax.random.split(jax.random.key(0), draws)))
+    found = np.asarray(jax.jit(jax.vmap(variance))(jax.random.split(jax.random.key(0), draws)))
     expected = rule.start_variance(dim)
     assert abs(found.mean() - expected) < 4 * found.std() / draws**0.5
 
@@ -82,7 +84,7 @@ def fresh_variance(rule, plain, head_dim, draws):
         x = jax.random.normal(key, (head_dim,))
         return jnp.var(plain.read(lambda i, y: y @ weights[i], params, x / jnp.linalg.norm(x)))
 
-    return np.mean(jax.vmap(variance)(jax.random.split(jax.random.key(0), draws)))
+    return np.mean(jax.jit(jax.vmap(variance))(jax.random.split(jax.random.key(0), draws)))
 
 
 def test_start_variance_knows_that_q_3_keeps_a_norm_of_1():
