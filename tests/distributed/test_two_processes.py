@@ -242,7 +242,6 @@ def test_a_run_of_two_goes_on_alone(pair, titans, tmp_path):
     np.testing.assert_allclose(losses(run_dir), losses(pair[0]), rtol=1e-6)
 
 
-@pytest.mark.exhaustive  # test_a_run_of_two_goes_on_alone is the way back
 def test_a_run_of_one_goes_on_in_two_that_share_every_row(single, titans, tmp_path):
     """The second pair splits the model, not the rows: both processes read all of them."""
     run_dir = at_first_checkpoint(single, tmp_path / "run")

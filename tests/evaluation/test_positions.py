@@ -263,7 +263,7 @@ def test_evaluate_with_the_memory_on_off_and_fresh(tmp_path, capsys):
         file.write_text(f"import dataclasses\nfrom tests.training.tiny import MODEL, tiny_config\nconfig = {config}\n")
         folder = str(tmp_path / pattern[0])
         assert cli.main(["train", str(file), "--training.run_dir", folder]) == 0
-        for state in ("on", "off", "fresh") if pattern == ("lmm",) else ("off",):
+        for state in ("on", "off", "fresh"):
             capsys.readouterr()
             command = ["evaluate", folder, "--memory", state, "--batches", "1", "--json"]
             code = cli.main(command)

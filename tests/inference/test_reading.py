@@ -214,8 +214,7 @@ def test_speeds_are_those_of_whole_pieces():
 def test_a_trained_model_reads_on_from_what_it_has_read(tmp_path, capsys, monkeypatch):
     """Two readings cost what one of both texts does; by the command too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    memory = dataclasses.replace(MODEL.memory, preset="gated_deltanet")
-    model = dataclasses.replace(MODEL, pattern=("lmm",), depth=1, memory=memory)
+    model = dataclasses.replace(MODEL, pattern=("lmm",), depth=1)
     config = tiny_config(model, steps=8, evaluate_every=8, diagnostics_every=8, checkpoint_every=8, sample_tokens=0)
     run_dir = tmp_path / "run"
     train(config, run_dir, Console(file=io.StringIO()))

@@ -40,7 +40,9 @@ def build(block, preset):
     return graphdef, params, direction, batch
 
 
-@pytest.mark.slow_but_for("titans-mac", "moneta-lmm", "yaad-mag", "memora-mal", "ttt_mlp-retrofit", "titans-mamba")
+@pytest.mark.slow_but_for(
+    "titans-mac", "moneta-lmm", "yaad-mag", "memora-mal", "ttt_linear-retrofit", "ttt_mlp-lmm", "titans-mamba"
+)
 @pytest.mark.parametrize(
     "preset, block", [*itertools.product(PRESETS, BLOCKS), ("titans", "mamba"), ("titans", "samba")]
 )

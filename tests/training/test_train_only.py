@@ -15,7 +15,7 @@ from titans_jax.models.retrofit import FIRST_SHARE, Retrofit
 from titans_jax.training import load_run, train
 from titans_jax.training.metrics import read_metrics
 
-WINDOW, RETROFIT = (dataclasses.replace(MODEL, pattern=(kind,), depth=1) for kind in ("window", "retrofit"))
+WINDOW, RETROFIT = (dataclasses.replace(MODEL, pattern=(kind,)) for kind in ("window", "retrofit"))
 
 
 def config(steps, before, **fields):
