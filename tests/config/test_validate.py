@@ -80,7 +80,7 @@ def test_a_saved_none_keeps_what_it_stood_for(preset, values):
     retention = "kullback_leibler(start_deviation=1.0)" if preset == "memora" else None
     wanted = MemoryConfig(preset=preset, normalize_values=values, retention=retention)
     assert from_saved(to_dict(config)).model.memory == wanted
-    with pytest.raises(ConfigError, match="^defaults is 99, and this version knows 1 to 5; use a later version$"):
+    with pytest.raises(ConfigError, match="^defaults is 99, and this version knows 1 to 6; use a later version$"):
         from_saved(to_saved(config) | {"defaults": 99})
 
 

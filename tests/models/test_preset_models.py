@@ -45,8 +45,9 @@ def test_what_has_a_learned_start_forgets_to_it():
 
 def test_values_behind_a_norm_are_sized_and_added():
     """Unless told otherwise; where weights are made of logits they are added even as projected. Where values are sized,
-    steps with a bound are small at first with momentum or for logits, and smaller than half for several matrices that
-    read in chunks. A linear memory with a learned start adds values too, and its steps, which are limited, start small.
+    steps with a bound are a sixth at first with momentum, and smaller than half for several matrices that read in
+    chunks; an eighth for wide logits, or where their unit is not the error. A linear memory with a learned start adds
+    values too, and its steps, which are limited, start small.
     """
     for name, preset in PRESETS.items():
         rule = preset.make()
@@ -59,11 +60,12 @@ def test_values_behind_a_norm_are_sized_and_added():
             first = preset.gates.step_size
             if first == "bounded" and sizes_values(each):
                 several = "bounded_third" if len(rule.shapes(8)) > 1 else "bounded"
-                first = "bounded_low" if rule.algorithm.has_momentum else several
+                first = "bounded_sixth" if rule.algorithm.has_momentum else several
             assert gate_choices(each).step_size == first
     for fields, first in (
         ({"chunk_size": 1}, "bounded_third"),
-        ({"momentum": True}, "bounded_low"),
+        ({"momentum": True}, "bounded_sixth"),
+        ({"momentum": True, "step_unit": "head_dim"}, "bounded_low"),
         ({"retention": "chi_squared"}, "bounded_low"),
         ({"retention": "kullback_leibler(start_deviation=1.0)"}, "bounded_low"),
     ):

@@ -88,39 +88,44 @@ def test_a_cell_is_identified_by_its_whole_configuration(tmp_path):
 def test_a_cell_of_an_earlier_version_whose_defaults_were_others_is_trained_again(tmp_path):
     file = tmp_path / "results.jsonl"
     shares = dataclasses.replace(cell(), model=replaced(MODEL, ["memory"], "retention", "chi_squared"))
-    for one in (cell(), shares):
+    same = dataclasses.replace(cell(), model=replaced(MODEL, ["memory"], "preset", "gated_deltanet"))
+    for one in (same, shares):
         ResultsFile(file).add(one, finite(0.5))
     assert ResultsFile(file).finished(shares)
     earlier = [json.loads(line) for line in file.read_text().splitlines()]
     for line in earlier:  # as they were written when values of weights made of logits were as projected
         assert line.pop("defaults") == DEFAULTS
     file.write_text("".join(json.dumps(line) + "\n" for line in earlier))
-    assert ResultsFile(file).finished(cell()) and not ResultsFile(file).finished(shares)
+    assert ResultsFile(file).finished(same) and not ResultsFile(file).finished(shares)
     projected = replaced(replaced(shares.model, ["memory"], "normalize_values", False), ["memory"], "value_skip", None)
     assert ResultsFile(file).finished(dataclasses.replace(shares, model=projected))
 
 
 def test_a_cell_whose_gates_started_elsewhere_is_trained_again(tmp_path):
-    """Steps of several matrices without momentum, and Yaad's thresholds also token by token."""
+    """Steps of several matrices without momentum, Yaad's thresholds also token by token; later, steps with momentum."""
     file = tmp_path / "results.jsonl"
 
     def of(**fields):
         return dataclasses.replace(cell(), model=dataclasses.replace(MODEL, memory=MemoryConfig(**fields)))
 
-    others, same = [of(preset="ttt_mlp"), of(preset="yaad", chunk_size=1)], [of(), of(preset="ttt_mlp", chunk_size=1)]
-    for each in others + same:
+    others, momentum = [of(preset="ttt_mlp"), of(preset="yaad", chunk_size=1)], [of(), of(chunk_size=1)]
+    same = [of(preset="gated_deltanet"), of(preset="ttt_mlp", chunk_size=1)]
+    for each in others + momentum + same:
         ResultsFile(file).add(each, finite(0.5))
-    assert all(ResultsFile(file).finished(each) for each in others + same)
-    earlier = [json.loads(line) | {"defaults": 2} for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps(line) + "\n" for line in earlier))
-    found = ResultsFile(file)
-    assert all(found.finished(each) for each in same) and not any(found.finished(each) for each in others)
+    assert all(ResultsFile(file).finished(each) for each in others + momentum + same)
+    for version, differ in ((5, momentum), (2, others + momentum)):
+        earlier = [json.loads(line) | {"defaults": version} for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+        found = ResultsFile(file)
+        assert [found.finished(each) for each in others + momentum + same] == [
+            each not in differ for each in others + momentum + same
+        ]
 
 
 def test_a_cell_of_hope_that_started_elsewhere_is_trained_again(tmp_path):
     """Its steps, too, in a block without its other parts."""
     file = tmp_path / "results.jsonl"
-    kinds = [("hope", "hope"), ("hope_attention", "titans"), ("lmm", "hope"), ("lmm", "titans")]
+    kinds = [("hope", "hope"), ("hope_attention", "gated_deltanet"), ("lmm", "hope"), ("lmm", "gated_deltanet")]
     models = [dataclasses.replace(MODEL, pattern=(block,), memory=MemoryConfig(preset=name)) for block, name in kinds]
     cells = [dataclasses.replace(cell(), model=model) for model in models]
     for each in cells:

@@ -96,14 +96,16 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 
 def _first_steps(config: MemoryConfig, rule: "MemoryRule") -> str:
     """The name of the gate of bounded steps, which says how large they are at first."""
-    sized, in_chunks = sizes_values(config), rule.chunk_size > 1
+    sized, in_chunks, of_error = sizes_values(config), rule.chunk_size > 1, config.step_unit == "error"
     # Larger values make the loss steeper, and momentum makes twice as much of a step.
+    if sized and of_error and rule.algorithm.has_momentum and not rule.retention.uneven:
+        return "bounded_sixth"
     steep = sized and (rule.algorithm.has_momentum or rule.retention.uneven)
     if steep or (in_chunks and limits_steps(config)):  # half of the largest step removes more than all of the error
         return "bounded_low"
     # Behind several matrices it removes more than twice the error from some directions. Token by token that stays, as
     # memories that reflect need it (parity), but not on logits, where steps act as factors.
-    several = len(rule.shapes(2)) > 1 and config.step_unit == "error"
+    several = len(rule.shapes(2)) > 1 and of_error
     return "bounded_third" if sized and several and (in_chunks or rule.retention.positive) else "bounded"
 
 

@@ -27,13 +27,14 @@ BEFORE: Mapping[str, Any] = {
 }
 """How models behaved before these fields existed: the value of a field that a saved configuration lacks."""
 
-DEFAULTS = 5
+DEFAULTS = 6
 """Saved with a configuration: which defaults its None stands for, and where fresh gates start. 1, which was not
 written: memories whose weights are made of logits, such as Memora, have values as projected. Up to 2: Memora's logits
 start with a deviation of 1; no memory starts with steps of a third of the largest, and Huber thresholds start at 1,
 but a model that was saved has its own gates. Up to 3: the blocks of Hope start with far larger continuum memories
 and steps, and with keys at random. Up to 4: Moneta's cotangent grows as a power of the error, however large that is, as
-it does where its bias is named."""
+it does where its bias is named. Up to 5: no memory starts with steps of a sixth of the largest; those with momentum
+start with an eighth."""
 EARLIER_DEVIATION = "start_deviation=1.0"
 """The argument of `retention` that says where Memora's logits started up to 2."""
 
@@ -88,7 +89,9 @@ def starts_differ(config: ModelConfig, defaults: int) -> bool:
     if defaults <= 3 and (config.memory.preset == "hope" or not blocks.isdisjoint(config.pattern)):
         return True
     choices = gate_choices(config.memory)
-    return defaults <= 2 and (choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config.memory)))
+    if defaults <= 2 and (choices.step_size == "bounded_third" or choices.by_channel(memory_rule(config.memory))):
+        return True
+    return defaults <= 5 and choices.step_size == "bounded_sixth"
 
 
 def _of_logits(config: MemoryConfig) -> bool:

@@ -34,6 +34,8 @@ SPREAD_BIAS = (-7.0, -2.0)
 # direction where it removes most 1.4 times as much. With a half that would be more than twice the error, and one key
 # again and again not stable (memory/what_was_tried.md).
 THIRD_BIAS = -math.log(2.0)
+# sigmoid of it is 1/6. Momentum of a half makes twice as much of a step, so a first write again removes the error once.
+SIXTH_BIAS = -math.log(5.0)
 # sigmoid(-2) = 0.12. Moneta's writes grow with the square of the error: with larger steps the writes of a chunk enlarge
 # one another, and its gradients explode (memory/what_was_tried.md).
 LOW_BIAS = -2.0
@@ -155,6 +157,7 @@ RETENTION_GATES: Mapping[str, Gate] = {
 STEP_SIZE_GATES: Mapping[str, Gate] = {
     "bounded": LearnedGate(jax.nn.sigmoid, bounded=True),
     "bounded_third": LearnedGate(jax.nn.sigmoid, THIRD_BIAS, bounded=True),
+    "bounded_sixth": LearnedGate(jax.nn.sigmoid, SIXTH_BIAS, bounded=True),
     "bounded_low": LearnedGate(jax.nn.sigmoid, LOW_BIAS, bounded=True),
     "bounded_lowest": LearnedGate(jax.nn.sigmoid, LOWEST_BIAS, bounded=True),
     "sigmoid": LearnedGate(jax.nn.sigmoid),
@@ -187,8 +190,9 @@ class GateChoices:
     retention: "forget", 1 - sigmoid of a logit per matrix (Titans); "rate", exp(-A step) with a step softplus of a
     logit (Mamba2); "retnet" and "lightning", constants per head; "keep", 1.
     step_size: "bounded", max_step_size * sigmoid per matrix (Titans), at first half of it; "bounded_third",
-    "bounded_low" and "bounded_lowest", at first a third, an eighth and a twenty-fifth; "sigmoid", "softplus", "double"
-    (2 sigmoid, so that a DeltaNet step can reverse a sign); "rate", the step of the retention; "one".
+    "bounded_sixth", "bounded_low" and "bounded_lowest", at first a third, a sixth, an eighth and a twenty-fifth;
+    "sigmoid", "softplus", "double" (2 sigmoid, so that a DeltaNet step can reverse a sign); "rate", the step of the
+    retention; "one".
     key, value: channel-wise retention of the memory's inputs and outputs: "forget", "gla" (sigmoid^(1/16)), "rwkv"
     (exp(-e^(-1/2) sigmoid)), or None; for inputs also "rate", as for retention, with a step for every channel (Kimi).
     lower_bound: key retention is at least a learned number of every channel (HGRN2). The paper's bounds are sums of one
