@@ -32,7 +32,7 @@ def test_gates_start_where_the_docstring_says():
     kept = np.array([1 - 1 / (1 + np.exp(7)), 1 - 1 / (1 + np.exp(2))])  # of the first head, and the last
     np.testing.assert_allclose(np.exp(gates.log_retention[0, 0]), np.stack([kept, kept], axis=1), rtol=1e-6)
     np.testing.assert_allclose(np.exp(gates.log_momentum), 0.5, rtol=1e-6)
-    np.testing.assert_allclose(gates.step_size, step_size_bound(CONFIG) / (1 + np.exp(2)), rtol=1e-6)
+    np.testing.assert_allclose(gates.step_size, step_size_bound(CONFIG) / 6, rtol=1e-6)
     assert gates.step_size.shape == (1, 1, 2, 2)  # one set per head and fast matrix
 
 
