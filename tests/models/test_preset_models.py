@@ -46,8 +46,8 @@ def test_what_has_a_learned_start_forgets_to_it():
 def test_values_behind_a_norm_are_sized_and_added():
     """Unless told otherwise; where weights are made of logits they are added even as projected. Where values are sized,
     steps with a bound are a sixth at first with momentum, and smaller than half for several matrices that read in
-    chunks; an eighth for wide logits, or where their unit is not the error. A linear memory with a learned start adds
-    values too, and its steps, which are limited, start small.
+    chunks; an eighth for wide logits, and with momentum in long chunks or where their unit is not the error. A linear
+    memory with a learned start adds values too, and its steps, which are limited, start small.
     """
     for name, preset in PRESETS.items():
         rule = preset.make()
@@ -66,6 +66,7 @@ def test_values_behind_a_norm_are_sized_and_added():
         ({"chunk_size": 1}, "bounded_third"),
         ({"momentum": True}, "bounded_sixth"),
         ({"momentum": True, "step_unit": "head_dim"}, "bounded_low"),
+        ({"momentum": True, "chunk_size": 64}, "bounded_low"),
         ({"retention": "chi_squared"}, "bounded_low"),
         ({"retention": "kullback_leibler(start_deviation=1.0)"}, "bounded_low"),
     ):

@@ -101,8 +101,9 @@ class MemoryConfig:
     drawn; always so without a convolution, with several keys per token, or with gates as keys."""
     normalize_values: bool | None = None
     """Scale the values of every head to a root mean square of 1, the size of the reads of a memory with a norm on its
-    output. Larger values make the loss steeper, so steps with momentum then start at a sixth of `max_step_size`,
-    those of Moneta and on logits but Memora's at an eighth, others of several matrices at a third, not at half of it.
+    output. Larger values make the loss steeper, so steps with momentum then start at a sixth of `max_step_size`
+    (with more than 16 tokens a chunk an eighth), those of Moneta and on logits but Memora's at an eighth, others of
+    several matrices at a third, not at half of it.
     None: True with such a norm. False: values as projected, as in the papers."""
     value_skip: bool | None = None
     """Add a token's own values, times a learned factor per head that starts at 1/2, to the memory's read, so that a

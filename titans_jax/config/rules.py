@@ -97,11 +97,12 @@ def gate_choices(config: MemoryConfig) -> "GateChoices":
 def _first_steps(config: MemoryConfig, rule: "MemoryRule") -> str:
     """The name of the gate of bounded steps, which says how large they are at first."""
     sized, in_chunks, of_error = sizes_values(config), rule.chunk_size > 1, config.step_unit == "error"
-    # Larger values make the loss steeper, and momentum makes twice as much of a step.
-    if sized and of_error and rule.algorithm.has_momentum and not rule.retention.uneven:
+    momentum, uneven = sized and rule.algorithm.has_momentum, sized and rule.retention.uneven
+    # Momentum doubles a step. A long chunk's writes, all taken at its start, add up: with 64, a sixth reads text worse.
+    if momentum and of_error and not uneven and rule.chunk_size <= 16:
         return "bounded_sixth"
-    steep = sized and (rule.algorithm.has_momentum or rule.retention.uneven)
-    if steep or (in_chunks and limits_steps(config)):  # half of the largest step removes more than all of the error
+    # Half of the largest step removes more than all of the error, and larger values make the loss steeper.
+    if momentum or uneven or (in_chunks and limits_steps(config)):
         return "bounded_low"
     # Behind several matrices it removes more than twice the error from some directions. Token by token that stays, as
     # memories that reflect need it (parity), but not on logits, where steps act as factors.
