@@ -110,16 +110,15 @@ def test_a_cell_whose_gates_started_elsewhere_is_trained_again(tmp_path):
 
     others, momentum = [of(preset="ttt_mlp"), of(preset="yaad", chunk_size=1)], [of(), of(chunk_size=1)]
     same = [of(preset="gated_deltanet"), of(preset="ttt_mlp", chunk_size=1)]
-    for each in others + momentum + same:
+    cells = others + momentum + same
+    for each in cells:
         ResultsFile(file).add(each, finite(0.5))
-    assert all(ResultsFile(file).finished(each) for each in others + momentum + same)
+    assert all(ResultsFile(file).finished(each) for each in cells)
     for version, differ in ((5, momentum), (2, others + momentum)):
         earlier = [json.loads(line) | {"defaults": version} for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(line) + "\n" for line in earlier))
         found = ResultsFile(file)
-        assert [found.finished(each) for each in others + momentum + same] == [
-            each not in differ for each in others + momentum + same
-        ]
+        assert [found.finished(each) for each in cells] == [each not in differ for each in cells]
 
 
 def test_a_cell_of_hope_that_started_elsewhere_is_trained_again(tmp_path):

@@ -82,11 +82,12 @@ class MemoryConfig:
     """Where forgetting leads. start: back to the learned start, where there is one; this keeps a memory with a norm on
     its output stable at any length. zero: to zero weights, as the papers print it."""
     bound_slope: bool = True
-    """Limit steps so that no text, not even one byte again and again, makes the memory unstable. With a norm on the
-    memory's output, steps are smaller where the norm is steeper than at a fresh memory, and a bias that grows faster
-    than a square (moneta's, unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at
-    most all of its token's error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers.
-    Memories of several matrices without a norm ignore it."""
+    """Limit steps so that no text makes the memory unstable, not even one byte again and again, but in rare starts of
+    small heads (memory/what_was_tried.md, First steps of a sixth). With a norm on the memory's output, steps are
+    smaller where the norm is steeper than at a fresh memory, and a bias that grows faster than a square (moneta's,
+    unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at most all of its token's
+    error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers. Memories of several
+    matrices without a norm ignore it."""
     scale_keys: bool | None = None
     """Multiply what a memory's hidden layer reads, a key or query of norm 1, by sqrt(head_dim). Hidden units then start
     with inputs of a root mean square of 1; without, of 1 / sqrt(head_dim), where gelu is almost a straight line and a
@@ -101,10 +102,10 @@ class MemoryConfig:
     drawn; always so without a convolution, with several keys per token, or with gates as keys."""
     normalize_values: bool | None = None
     """Scale the values of every head to a root mean square of 1, the size of the reads of a memory with a norm on its
-    output. Larger values make the loss steeper, so steps with momentum then start at a sixth of `max_step_size`
-    (with more than 16 tokens a chunk an eighth), those of Moneta and on logits but Memora's at an eighth, others of
-    several matrices at a third, not at half of it.
-    None: True with such a norm. False: values as projected, as in the papers."""
+    output. Larger values make the loss steeper, so steps with momentum then start at a sixth of `max_step_size` (with
+    more than 16 tokens a chunk an eighth), those of Moneta and on logits but Memora's at an eighth, others of several
+    matrices at a third, not at half of it. None: True with such a norm. False: values as projected, as in the papers.
+    """
     value_skip: bool | None = None
     """Add a token's own values, times a learned factor per head that starts at 1/2, to the memory's read, so that a
     model sees the last few tokens whatever the memory holds (Mamba-2's D; the papers' memories have none). Mamba-3's
