@@ -78,12 +78,17 @@ class MemoryConfig:
     """The memory's weights before the first token, of every head: learned; fixed, which means drawn at random and never
     trained; or zero, only for a single matrix without a norm. None is the preset's own: learned, or zero for linear
     recurrent models."""
+    orthogonal_start: bool = True
+    """Draw the start's matrices nearly orthogonal, so that a write removes about as much of an error whatever its
+    direction. False: with independent normal entries, with which a write to a small head removes twice as much from one
+    direction as in the mean, and one byte again and again makes rare starts unstable (memory/what_was_tried.md,
+    Orthogonal starts)."""
     forget_to: Literal["start", "zero"] = "start"
     """Where forgetting leads. start: back to the learned start, where there is one; this keeps a memory with a norm on
     its output stable at any length. zero: to zero weights, as the papers print it."""
     bound_slope: bool = True
-    """Limit steps so that no text makes the memory unstable, not even one byte again and again, but in rare starts of
-    small heads (memory/what_was_tried.md, First steps of a sixth). With a norm on the memory's output, steps are
+    """Limit steps so that no text makes the memory unstable, not even one byte again and again (with orthogonal
+    starts; none of 24 in each of Titans, Moneta and TTT-MLP). With a norm on the memory's output, steps are
     smaller where the norm is steeper than at a fresh memory, and a bias that grows faster than a square (moneta's,
     unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at most all of its token's
     error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers. Memories of several

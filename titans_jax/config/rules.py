@@ -309,7 +309,7 @@ def _memory_rule(config: MemoryConfig) -> "MemoryRule":
             "it reaches at most into the chunk before"
         )
     rule = _make(_preset(config).make, config)
-    choices = {}
+    choices = {"orthogonal_start": config.orthogonal_start}
     for field, registry in (("architecture", ARCHITECTURES), ("bias", BIASES), ("retention", RETENTIONS)):
         if (said := getattr(config, field)) is not None:
             part, arguments = _called(f"model.memory.{field}", said, registry)

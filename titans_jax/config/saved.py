@@ -17,6 +17,7 @@ BEFORE: Mapping[str, Any] = {
     "model.memory.forget_to": "zero",
     "model.memory.key_start": "random",
     "model.memory.normalize_values": False,
+    "model.memory.orthogonal_start": False,
     "model.memory.prediction_gate": False,
     "model.memory.scale_keys": False,
     "model.memory.share_steps": False,

@@ -62,6 +62,7 @@ LATER = {
     "memory.skip_projection": False,
     "memory.prediction_gate": False,
     "memory.scale_keys": False,
+    "memory.orthogonal_start": False,
     "memory.log_linear_levels": 0,
 }
 """Fields of the model's configuration that were added after the first memory files, each with the value at which it has

@@ -211,7 +211,8 @@ def level_width(config: ModelConfig) -> int:
 def level_rule(hidden: int, chunk_size: int, to_start: bool) -> memory.MemoryRule:
     """The rule of a level: plain descent of the L2 loss."""
     descent, keep = memory.algorithms.gradient_descent(), memory.retentions.decay()
-    return memory.MemoryRule(Level(hidden), memory.biases.l2(), keep, descent, chunk_size, forget_to_start=to_start)
+    choices = {"forget_to_start": to_start, "orthogonal_start": False}  # `error_removed` is of independent entries
+    return memory.MemoryRule(Level(hidden), memory.biases.l2(), keep, descent, chunk_size, **choices)
 
 
 def error_removed(dim: int, hidden: int) -> float:

@@ -1,0 +1,77 @@
+"""Starts that are nearly orthogonal: their singular values, what they change in a first write, and who has them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from titans_jax import memory
+from titans_jax.config import MemoryConfig, memory_rule
+
+RULE = memory_rule(MemoryConfig(expansion=2))
+DRAWN = memory_rule(MemoryConfig(expansion=2, orthogonal_start=False))
+
+
+@pytest.mark.parametrize("expansion", [2, 4])
+def test_singular_values_are_even_and_entries_as_large_as_drawn_ones(expansion):
+    rule = dataclasses.replace(RULE, architecture=dataclasses.replace(RULE.architecture, expansion=expansion))
+    for key in jax.random.split(jax.random.key(0), 3):
+        first, last = memory.init_params(rule, key, 64)["weights"]
+        assert first.shape == (64, 64 * expansion) and last.shape == (64 * expansion, 64)
+        for weights, size in ((first, expansion**0.5), (last, 1.0)):
+            values = np.linalg.svd(np.asarray(weights), compute_uv=False) / size
+            assert values.min() > 0.96 and values.max() < 1.05
+            assert np.mean(np.square(weights)) == pytest.approx(1 / len(weights), rel=0.05)
+
+
+def test_it_is_what_was_drawn_with_even_singular_values():
+    """The singular vectors are those of the independent entries, so that no direction is preferred."""
+    drawn, even = (memory.init_params(rule, jax.random.key(0), 16)["weights"] for rule in (DRAWN, RULE))
+    for before, after in zip(drawn, even, strict=True):
+        left, _, right = np.linalg.svd(np.asarray(before, np.float64), full_matrices=False)
+        inside = left.T @ np.asarray(after) @ right.T
+        np.testing.assert_allclose(inside, np.diag(np.diag(inside)), atol=1e-5)
+        assert np.mean(np.square(before)) == pytest.approx(1 / len(before), rel=0.1)
+
+
+def most_over_mean(rule, head_dim):
+    """What a write to a fresh memory removes from one direction at most, over the mean of directions: the largest
+    eigenvalue of J J^T over the mean one, J the derivative of a read by the weights. The mean of 200 starts."""
+
+    def one(key):
+        start, key = jax.random.split(key)
+        params = memory.init_params(rule, start, head_dim)
+        key = jax.random.normal(key, (head_dim,))
+        key = key / jnp.linalg.norm(key)
+
+        def read(weights):
+            return rule.architecture.read(lambda i, x: x @ weights[i], params, key)
+
+        by_weights = jax.jacrev(read)(params["weights"])
+        by_weights = jnp.concatenate([j.reshape(head_dim, -1) for j in by_weights], axis=1)
+        values = jnp.linalg.eigvalsh(by_weights @ by_weights.T)
+        return values[-1] / jnp.mean(values)
+
+    return float(jnp.mean(jax.lax.map(one, jax.random.split(jax.random.key(0), 200), batch_size=50)))
+
+
+@pytest.mark.parametrize(("head_dim", "expansion"), [(16, 2), (32, 2), (16, 4)])
+def test_a_first_write_removes_less_than_twice_its_error_from_any_direction(head_dim, expansion):
+    """First steps remove just the error in the mean. Where entries are independent, heads with a hidden layer of twice
+    their width lose more than twice that from one direction, which overshoots by more than the error was."""
+    even, drawn = (
+        dataclasses.replace(rule, architecture=dataclasses.replace(rule.architecture, expansion=expansion))
+        for rule in (RULE, DRAWN)
+    )
+    most = most_over_mean(even, head_dim)
+    assert most < 1.8 and most < 0.93 * most_over_mean(drawn, head_dim)
+    if expansion == 2:
+        assert most_over_mean(drawn, head_dim) > 2
+
+
+def test_every_memory_with_a_learned_start_has_it_unless_told_otherwise():
+    for preset in ("titans", "yaad", "moneta", "memora", "ttt_mlp", "ttt_linear", "atlas", "lact"):
+        assert memory_rule(MemoryConfig(preset=preset)).orthogonal_start
+        assert not memory_rule(MemoryConfig(preset=preset, orthogonal_start=False)).orthogonal_start
