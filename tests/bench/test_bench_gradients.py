@@ -75,6 +75,21 @@ def test_one_byte_again_and_again_does_not_throw_a_fresh_memory_farther(block, p
     assert long < 2 * short
 
 
+@pytest.mark.exhaustive  # minutes; tests/memory/rule/test_orthogonal_start.py has what it follows from
+@pytest.mark.slow
+def test_an_orthogonal_start_is_stable_on_one_byte_where_independent_entries_are_not():
+    """One of 24 starts of small heads in MAG that one byte throws ever farther (memory/what_was_tried.md)."""
+    growth = []
+    for orthogonal in (True, False):
+        memory = MemoryConfig(chunk_size=16, expansion=2, orthogonal_start=orthogonal)
+        shape = {"dim": 32, "depth": 1, "num_heads": 2, "head_dim": 16, "segment": 64, "window": 64, "remat": "none"}
+        graphdef, params = init_model(ModelConfig(pattern=("mag",), memory=memory, dtype="float32", **shape), seed=12)
+        text = jnp.asarray(made_texts(4097)["constant"])[None]
+        short, long = (gradient_norm(graphdef)(params, text[:, : length + 1]) for length in (512, 4096))
+        growth.append(float(long / short))
+    assert growth[0] < 1.1 and growth[1] > 100
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

@@ -79,7 +79,7 @@ class MemoryConfig:
     trained; or zero, only for a single matrix without a norm. None is the preset's own: learned, or zero for linear
     recurrent models."""
     orthogonal_start: bool = True
-    """Draw the start's matrices nearly orthogonal, so that a write removes about as much of an error whatever its
+    """Draw orthogonal matrices as the memory's start, so that a write removes about as much of an error whatever its
     direction. False: with independent normal entries, with which a write to a small head removes twice as much from one
     direction as in the mean, and one byte again and again makes rare starts unstable (memory/what_was_tried.md,
     Orthogonal starts)."""

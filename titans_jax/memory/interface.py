@@ -32,7 +32,7 @@ from titans_jax.memory.rule.rule import MemoryRule
 from titans_jax.memory.state import Matrices, MemoryState, Params, Surprise, cast_state
 from titans_jax.ops.backend import Backend, current_backend
 from titans_jax.ops.matmul import wide_dtype
-from titans_jax.ops.newton_schulz import newton_schulz
+from titans_jax.ops.orthogonal import random_orthogonal
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float
@@ -49,10 +49,10 @@ FORMS: dict[str, Form] = {
 def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
     """Slow parameters of one head: {"weights": the start of each carried matrix [in, out], ...} float32.
 
-    Start weights are normal with standard deviation 1/sqrt(in), made nearly orthogonal where the rule says so
-    (`MemoryRule.orthogonal_start`), or what the retention carries for such weights; the last matrix is never zero, as
-    the norm behind it would then multiply gradients by 1/sqrt(epsilon). A rule without a learned start has zeros, which
-    are not trained.
+    Start weights have a standard deviation of 1/sqrt(in), as orthogonal matrices or, where the rule says so
+    (`MemoryRule.orthogonal_start`), with independent normal entries, or are what the retention carries for such
+    weights; the last matrix is never zero, as the norm behind it would then multiply gradients by 1/sqrt(epsilon). A
+    rule without a learned start has zeros, which are not trained.
 
     Raises ValueError for a head_dim that is no integer of 1 or more, and for a key that is none of JAX's.
     """
@@ -66,17 +66,11 @@ def init_params(rule: MemoryRule, key: jax.Array, head_dim: int) -> Params:
     if not rule.learned_start:
         return {"weights": tuple(jnp.zeros(shape, jnp.float32) for shape in shapes), **slow}
     keys = jax.random.split(key, len(shapes))
-    weights = (jax.random.normal(k, s, jnp.float32) * s[0] ** -0.5 for k, s in zip(keys, shapes, strict=True))
     if rule.orthogonal_start:
-        weights = map(orthogonal, weights)
+        weights = (random_orthogonal(k, s) * max(1, s[1] / s[0]) ** 0.5 for k, s in zip(keys, shapes, strict=True))
+    else:
+        weights = (jax.random.normal(k, s, jnp.float32) * s[0] ** -0.5 for k, s in zip(keys, shapes, strict=True))
     return {"weights": tuple(rule.retention.start(w) for w in weights), **slow}
-
-
-def orthogonal(matrix: Float[Array, "in out"]) -> Float[Array, "in out"]:
-    """The orthogonal matrix near this one, with entries of a mean square of 1/in. By products: a QR decomposition of a
-    memory of 256 x 1,024 takes a TPU's compiler 40 s."""
-    inputs, outputs = matrix.shape
-    return newton_schulz(matrix, matrix.dtype, "lact") * max(1, outputs / inputs) ** 0.5
 
 
 def init_state(rule: MemoryRule, params: Params) -> MemoryState:

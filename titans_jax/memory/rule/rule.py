@@ -20,7 +20,7 @@ class MemoryRule:
     forget_to_start: the state carries the change since the learned start, D = A - A_0, and retention acts on it alone:
     forgetting leads back to what was learned in training, not to zero. It is Miras' retention gate with R = ||W -
     M_0||^2 in place of ||W||^2 (memory/README.md, Forgetting to the start).
-    orthogonal_start: the start's matrices are drawn nearly orthogonal, else with independent entries (`init_params`).
+    orthogonal_start: the start's matrices are orthogonal, else their entries are independent (`init_params`).
     stale: every token reads the memory of its chunk's start and no write of its own chunk, which may then be long (the
     global memory of TNT, arXiv 2511.07343).
     bound_slope: where the norm behind the last matrix is steeper than at a fresh memory, a token's gradient is made
