@@ -1,4 +1,4 @@
-"""Random orthogonal matrices: orthonormal, and spread as those of numpy's QR decompositions."""
+"""Random orthogonal matrices: orthonormal, and spread evenly over all directions."""
 
 import jax
 import jax.numpy as jnp

@@ -88,7 +88,7 @@ class MemoryConfig:
     its output stable at any length. zero: to zero weights, as the papers print it."""
     bound_slope: bool = True
     """Limit steps so that no text makes the memory unstable, not even one byte again and again (with orthogonal
-    starts; none of 24 in each of Titans, Moneta and TTT-MLP). With a norm on the memory's output, steps are
+    starts; none of 24 in each of Titans, Yaad, Moneta, TTT-MLP). With a norm on the memory's output, steps are
     smaller where the norm is steeper than at a fresh memory, and a bias that grows faster than a square (moneta's,
     unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at most all of its token's
     error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers. Memories of several
