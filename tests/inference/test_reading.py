@@ -118,8 +118,9 @@ def test_how_numbers_are_computed_is_not_part_of_the_fingerprint():
 def test_fields_that_came_later_leave_the_fingerprint_of_older_memories():
     """The number is what the version of 2026-11-22 made of it, before the fields were there."""
     params = {"anything": np.ones(3, np.float32)}
-    absent = "normalize_values value_skip tie_keys skip_projection prediction_gate cache_counted scale_keys "
-    absent = (absent + "orthogonal_start").split()
+    absent = (
+        "normalize_values value_skip tie_keys skip_projection prediction_gate cache_counted scale_keys orthogonal_start"
+    ).split()
     before = dataclasses.replace(ModelConfig().memory, **dict.fromkeys(absent, False))
     assert module.fingerprint(ModelConfig(merge="product", memory=before), params) == "436b105a71ec2c94"
     others = {"omega_window": 4, "caching": "gated", "cache_segment": 64, "cache_restart": True, "cache_counted": True}

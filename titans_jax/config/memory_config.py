@@ -87,12 +87,12 @@ class MemoryConfig:
     """Where forgetting leads. start: back to the learned start, where there is one; this keeps a memory with a norm on
     its output stable at any length. zero: to zero weights, as the papers print it."""
     bound_slope: bool = True
-    """Limit steps so that no text makes the memory unstable, not even one byte again and again (with orthogonal
-    starts; none of 24 in each of Titans, Yaad, Moneta, TTT-MLP). With a norm on the memory's output, steps are
-    smaller where the norm is steeper than at a fresh memory, and a bias that grows faster than a square (moneta's,
-    unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at most all of its token's
-    error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers. Memories of several
-    matrices without a norm ignore it."""
+    """Limit steps so that no text makes the memory unstable, not even one byte again and again; with orthogonal
+    starts this held in all 24 that were tried of each of Titans, Yaad, Moneta and TTT-MLP. With a norm on the memory's
+    output, steps are smaller where the norm is steeper than at a fresh memory, and a bias that grows faster than a
+    square (moneta's, unless `bias` names it) does so up to an error of 1. In a linear memory, a step removes at most
+    all of its token's error, or with `chunk_size` 1 less than twice the error. False: no limit, as in the papers.
+    Memories of several matrices without a norm ignore it."""
     scale_keys: bool | None = None
     """Multiply what a memory's hidden layer reads, a key or query of norm 1, by sqrt(head_dim). Hidden units then start
     with inputs of a root mean square of 1; without, of 1 / sqrt(head_dim), where gelu is almost a straight line and a

@@ -18,8 +18,9 @@ from titans_jax.memory.rule.rule import MemoryRule
 SAMPLES = 256
 ROUNDING = 1e-4
 """A gradient with a norm below this, for an error of 1 in every channel, is only rounding error."""
-MOST_FLOATS = 1 << 25
-"""The most weights, over all samples, that are measured together."""
+MOST_FLOATS = 1 << 20
+"""The most weights, over all samples, that are measured together: more would not stay in a CPU's cache, where drawing
+orthogonal starts goes over them again and again."""
 
 
 def error_removed(rule: MemoryRule, head_dim: int) -> float:

@@ -1,7 +1,5 @@
 """Starts that are orthogonal: their singular values, what they change in a first write, and who has them."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +8,10 @@ import pytest
 from titans_jax import memory
 from titans_jax.config import MemoryConfig, memory_rule
 
-RULE = memory_rule(MemoryConfig(expansion=2))
-INDEPENDENT = memory_rule(MemoryConfig(expansion=2, orthogonal_start=False))
-
 
 @pytest.mark.parametrize("expansion", [2, 4])
 def test_singular_values_are_equal_and_entries_as_large_as_independent_ones(expansion):
-    rule = dataclasses.replace(RULE, architecture=dataclasses.replace(RULE.architecture, expansion=expansion))
+    rule = memory_rule(MemoryConfig(expansion=expansion))
     for key in jax.random.split(jax.random.key(0), 3):
         first, last = memory.init_params(rule, key, 64)["weights"]
         assert first.shape == (64, 64 * expansion) and last.shape == (64 * expansion, 64)
@@ -52,13 +47,12 @@ def test_a_first_write_removes_less_than_twice_its_error_from_any_direction(head
     """First steps remove just the error in the mean. Where entries are independent, heads with a hidden layer of twice
     their width lose more than twice that from one direction, which overshoots by more than the error was."""
     orthogonal, independent = (
-        dataclasses.replace(rule, architecture=dataclasses.replace(rule.architecture, expansion=expansion))
-        for rule in (RULE, INDEPENDENT)
+        most_over_mean(memory_rule(MemoryConfig(expansion=expansion, orthogonal_start=start)), head_dim)
+        for start in (True, False)
     )
-    most = most_over_mean(orthogonal, head_dim)
-    assert most < 1.8 and most < 0.93 * most_over_mean(independent, head_dim)
+    assert orthogonal < 1.8 and orthogonal < 0.93 * independent
     if expansion == 2:
-        assert most_over_mean(independent, head_dim) > 2
+        assert independent > 2
 
 
 def test_every_memory_with_a_learned_start_has_it_unless_told_otherwise():
