@@ -56,15 +56,15 @@ def test_a_bias_is_added_before_the_activation():
     np.testing.assert_allclose(y, expected / (1 + np.exp(-expected)), atol=1e-6)
 
 
-@pytest.mark.parametrize("time", [1, 7])
-def test_features_have_unit_norm_by_head_and_the_tail_of_a_call(time):
+@pytest.mark.parametrize("time, length", [(1, 1.0), (7, 3.0)])
+def test_features_have_their_norm_by_head_and_the_tail_of_a_call(time, length):
     layer, x, tail = CausalConvolution(CONFIG, 8, rngs=nnx.Rngs(0)), normal(0, 2, time, 8), normal(1, 2, 3, 8)
     plain, end = layer(x, tail)
     alone, _ = layer.features(x, tail, activation=False, unit_norm=None)
     np.testing.assert_array_equal(alone, plain)
-    y, next_tail = layer.features(x, tail, activation=True, unit_norm=4)
+    y, next_tail = layer.features(x, tail, activation=True, unit_norm=4, length=length)
     np.testing.assert_array_equal(next_tail, end)
-    np.testing.assert_allclose(np.linalg.norm(y.reshape(2, time, 2, 4), axis=-1), 1, atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(y.reshape(2, time, 2, 4), axis=-1), length, rtol=1e-4)
     # SiLU keeps signs, and the norm of a head scales all of it alike.
     np.testing.assert_array_equal(np.sign(y), np.sign(plain))
     by_head = np.asarray(plain / (1 + np.exp(-plain)) / y).reshape(2, time, 2, 4)

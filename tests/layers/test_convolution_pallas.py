@@ -34,10 +34,10 @@ def documents():
     return find_documents(jnp.asarray(np.stack([ids, np.roll(ids, 5)]), jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5))
-def value_and_gradients(implementation, operands, cotangent, packed, unit_norm, activation=True):
+@functools.partial(jax.jit, static_argnums=(0, 3, 4, 5, 6))
+def value_and_gradients(implementation, operands, cotangent, packed, unit_norm, activation=True, length=1.0):
     """Features, the next tail, and gradients of all operands."""
-    options = FeatureOptions(activation, unit_norm, cotangent.dtype)
+    options = FeatureOptions(activation, unit_norm, cotangent.dtype, length)
 
     def features(x, tail, initial_tail, kernel):
         return implementation(options, x, tail, kernel, *((documents(), initial_tail) if packed else ()))
@@ -54,12 +54,12 @@ def three_steps(monkeypatch):
 
 @pytest.mark.slow_but_for("documents")
 @pytest.mark.parametrize(
-    "channels, packed, unit_norm, activation",
-    [(256, True, 64, True), (384, False, 48, True), (128, True, None, False)],
+    "channels, packed, unit_norm, activation, length",
+    [(256, True, 64, True, 8.0), (384, False, 48, True, 1.0), (128, True, None, False, 1.0)],
     ids=["documents", "head_dim 48, streamed", "convolution alone"],
 )
-def test_kernel_equals_plain_jax(channels, packed, unit_norm, activation):
-    arguments = *operands(channels), packed, unit_norm, activation
+def test_kernel_equals_plain_jax(channels, packed, unit_norm, activation, length):
+    arguments = *operands(channels), packed, unit_norm, activation, length
     found = [value_and_gradients(implementation, *arguments) for implementation in (features_pallas, features_xla)]
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))

@@ -52,12 +52,14 @@ class CausalConvolution(nnx.Module):
         *,
         activation: bool,
         unit_norm: int | None,
+        length: float = 1.0,
     ) -> tuple[jax.Array, jax.Array]:
-        """Convolve x, add the bias, apply SiLU if `activation`, and bring parts of `unit_norm` channels to unit norm.
+        """Convolve x, add the bias, apply SiLU if `activation`, and bring parts of `unit_norm` channels to the norm
+        `length`.
 
         Arguments and results are otherwise those of a call.
         """
-        options = FeatureOptions(activation, unit_norm, self.dtype)
+        options = FeatureOptions(activation, unit_norm, self.dtype, length)
         return dispatch(FEATURES, options, x, tail, self.kernel[...], documents, initial_tail, self._bias())
 
     def _bias(self) -> jax.Array | None:
@@ -112,7 +114,7 @@ def features_xla(
     y = y if bias is None else y + bias.astype(options.dtype)[None, None]
     y = jax.nn.silu(y) if options.activation else y
     if options.unit_norm is not None:
-        y = l2_normalize(y.reshape(*y.shape[:2], -1, options.unit_norm)).reshape(y.shape)
+        y = options.length * l2_normalize(y.reshape(*y.shape[:2], -1, options.unit_norm)).reshape(y.shape)
     return y, tail
 
 

@@ -35,11 +35,12 @@ BEFORE = 16
 
 class FeatureOptions(NamedTuple):
     """What comes after the convolution. activation: SiLU. unit_norm: width of the parts that are brought to unit norm,
-    None without norm. dtype: the dtype of activations."""
+    None without norm. dtype: the dtype of activations. length: factor on these parts, their norm."""
 
     activation: bool
     unit_norm: int | None
     dtype: DTypeLike
+    length: float = 1.0
 
 
 class Taps(NamedTuple):
@@ -115,7 +116,12 @@ _features.defvjp(_features_forward, _features_backward)
 
 
 def _strip(
-    activation: bool, same_head: jax.Array | None, positions: jax.Array, before: jax.Array, x: jax.Array, taps: Taps
+    options: FeatureOptions,
+    same_head: jax.Array | None,
+    positions: jax.Array,
+    before: jax.Array,
+    x: jax.Array,
+    taps: Taps,
 ) -> jax.Array:
     """A strip of x [tokens, lanes] after `before` [8, lanes], float32; positions [tokens, lanes]."""
     rows = jnp.concatenate([before, x])
@@ -125,8 +131,10 @@ def _strip(
         y = jnp.where(positions >= lag, past + y, taps.history[lag - 1 : lag])
     y += taps.kernel[:1] * x
     # The sigmoid of SiLU as a hyperbolic tangent, which is one operation of a TPU.
-    y = y * (0.5 * jnp.tanh(0.5 * y) + 0.5) if activation else y
-    return y if same_head is None else y * jax.lax.rsqrt(_sum_over_head(jnp.square(y), same_head) + L2_EPSILON)
+    y = y * (0.5 * jnp.tanh(0.5 * y) + 0.5) if options.activation else y
+    if same_head is None:
+        return y
+    return y * (options.length * jax.lax.rsqrt(_sum_over_head(jnp.square(y), same_head) + L2_EPSILON))
 
 
 @jax.custom_vjp
@@ -158,7 +166,7 @@ def _run_forward(options: FeatureOptions, inputs: Inputs) -> jax.Array:
         for start in range(0, tokens, STRIP):
             now = pl.ds(start, STRIP)
             x = blocks.x[0, now].astype(rows.dtype)
-            strip = _strip(options.activation, same_head, _positions(blocks, now, lanes), rows, x, taps)
+            strip = _strip(options, same_head, _positions(blocks, now, lanes), rows, x, taps)
             y[0, now] = strip.astype(y.dtype)
             rows = x[-SUBLANES:]
 
@@ -181,7 +189,7 @@ def _run_backward(options: FeatureOptions, inputs: Inputs, cotangent: jax.Array)
                 rows = blocks.x[0, start - BEFORE : start].astype(d_later.dtype)[-SUBLANES:]
             else:
                 rows = _rows_before(is_first, blocks)
-            run = functools.partial(_strip, options.activation, same_head, _positions(blocks, now, lanes))
+            run = functools.partial(_strip, options, same_head, _positions(blocks, now, lanes))
             _, pull = jax.vjp(run, rows, blocks.x[0, now].astype(rows.dtype), taps)
             d_rows, d_strip, d = pull(cotangent[0, now].astype(rows.dtype))
             d_strip = jnp.concatenate([d_strip[:-SUBLANES], d_strip[-SUBLANES:] + d_later])

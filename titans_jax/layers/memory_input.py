@@ -21,13 +21,24 @@ is read 0.07 bits worse."""
 class MemoryInput(nnx.Module):
     """x [b, t, dim] -> queries, keys or values [b, t, h, d]: projection, causal convolution, SiLU, unit norm.
 
-    With several copies, one for each inner step of a token, they are [b, t, h, copies, d]; with `logits`, without SiLU.
+    With several copies, one for each inner step of a token, they are [b, t, h, copies, d]; with `logits`, without SiLU;
+    with another `length` they have that norm.
     """
 
-    def __init__(self, config: ModelConfig, *, unit_norm: bool, logits: bool = False, copies: int = 1, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        unit_norm: bool,
+        length: float = 1.0,
+        logits: bool = False,
+        copies: int = 1,
+        rngs: nnx.Rngs,
+    ):
         width = config.num_heads * copies * config.head_dim
         self.heads = (config.num_heads, *[copies] * (copies > 1), config.head_dim)
-        self.activation, self.unit_norm = config.memory.activation and not logits, unit_norm
+        self.activation = config.memory.activation and not logits
+        self.unit_norm, self.length = unit_norm, length
         self.projection = projection(config, config.dim, width, ("embed", "heads"), rngs=rngs)
         self.convolution = CausalConvolution(config, width, rngs=rngs)
 
@@ -42,7 +53,7 @@ class MemoryInput(nnx.Module):
         x = constrain(self.projection(x), BATCH, None, "tensor")
         unit_norm = self.heads[-1] if self.unit_norm else None
         x, tail = self.convolution.features(
-            x, tail, documents, initial_tail, activation=self.activation, unit_norm=unit_norm
+            x, tail, documents, initial_tail, activation=self.activation, unit_norm=unit_norm, length=self.length
         )
         return checkpoint_name(x.reshape(*x.shape[:-1], *self.heads), "features"), tail
 
@@ -117,7 +128,10 @@ def of_token_before(
       before: x of the token before the first one, [b, ...].
       first: what stands for x before a document's first token, [...]; with documents.
     """
-    earlier = jnp.concatenate([before[:, None], x[:, :-1]], axis=1)
+    # Padded and chosen, where a concatenation's gradient would be two more copies of x.
+    shifted = jnp.pad(x[:, :-1], ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))
+    is_first = jnp.expand_dims(jnp.arange(x.shape[1], dtype=jnp.int32) == 0, (0, *range(2, x.ndim)))
+    earlier = jnp.where(is_first, before[:, None], shifted)
     if documents is not None:
         starts = jnp.expand_dims(documents.starts, range(2, x.ndim))
         earlier = jnp.where(starts, first[None, None], earlier)

@@ -114,7 +114,8 @@ class NeuralMemory(HeadReads):
         gate = choices.complement_keys  # one logit makes a channel of the key and what it forgets
         self.tied = ties_keys(config.memory)
         self.key = None if self.tied else projected(unit_norm=not gate, logits=gate, copies=copies * rank)
-        self.value = projected(unit_norm=sizes_values(config.memory), copies=copies)
+        sized = {"unit_norm": sizes_values(config.memory), "length": config.head_dim**0.5}
+        self.value = projected(**sized, copies=copies)
         induction = config.memory.key_start == "induction" and copies == 1 and not gate and config.conv_size > 1
         if induction and self.tied:
             start_near_to_far(self.query, self.value)
@@ -123,7 +124,7 @@ class NeuralMemory(HeadReads):
         self._make_memories(config, rngs=rngs)
         self.skip = self._make_skip(config) if skips_values(config.memory) else None
         own = projects_skip(config.memory)
-        self.skip_value = MemoryInput(config, unit_norm=sizes_values(config.memory), rngs=rngs) if own else None
+        self.skip_value = projected(**sized) if own else None
         self.prediction = PredictionGate(config, rngs=rngs) if gates_predictions(config.memory) else None
         self.make_output(config, rngs=rngs)
 
@@ -227,8 +228,6 @@ class NeuralMemory(HeadReads):
         if self.tied:
             first = None if start is None else start.tails["key"]
             features["key"], tails["key"] = of_token_before(features["query"], state.tails["key"], documents, first)
-        if self.value.unit_norm:
-            features |= {name: features[name] * self.head_dim**0.5 for name in features if name in ("value", "skip")}
         features.setdefault("skip", features["value"])
         features["query"] = self.gates.queries(features["query"], features["key"])
         return features, MemoryLayerState(state.memory, state.tails | tails)
