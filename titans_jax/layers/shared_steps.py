@@ -20,6 +20,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from titans_jax.layers import shared_steps_pallas
+from titans_jax.layers.implementations import Implementation, dispatch
+
 NEARNESS = 4
 """Power of the cosine: keys of different tokens, whose cosine is 0.1 to 0.3, leave each other's steps alone."""
 MOST_SHARED = 0.98
@@ -49,6 +52,15 @@ def shared_steps(
       keys: of unit norm, [b, t, h, d].
       position: tokens of the open chunk that were read before, 0 to c-1.
     """
+    left = dispatch(FACTORS, shares, keys, tail, position, chunk_size)
+    joined = _joined(tail, shares, keys)
+    return left, StepTail(*(x[:, shares.shape[1] :] for x in joined))
+
+
+def factors_xla(
+    shares: jax.Array, keys: jax.Array, tail: StepTail, position: int | jax.Array, chunk_size: int
+) -> jax.Array:
+    """The factors of `shared_steps` in plain JAX."""
     batch, time, heads = shares.shape
     # Whole chunks from the open one's first token on; where the position is traced, as many as there may be.
     opened = position if isinstance(position, int) else chunk_size - 1
@@ -59,10 +71,31 @@ def shared_steps(
         x = jax.lax.dynamic_slice_in_dim(x, chunk_size - 1 - position, count * chunk_size, axis=1)
         return x.reshape(batch, count, chunk_size, *x.shape[2:])
 
-    tail = StepTail(*(jnp.concatenate([old, new], axis=1) for old, new in zip(tail, (keys, shares), strict=True)))
-    keys, shares = map(chunks, tail)
+    keys, shares = map(chunks, _joined(tail, shares, keys))
     cosines = jnp.einsum("bnthd,bnjhd->bnhtj", keys, keys, preferred_element_type=shares.dtype)
     taken = jnp.minimum(shares, 1.0).transpose(0, 1, 3, 2)[..., None, :] * jnp.maximum(cosines, 0.0) ** NEARNESS
     left = jnp.tril(jnp.log1p(-jnp.minimum(taken, MOST_SHARED)), -1)
     factors = jnp.exp(jnp.sum(left, axis=-1)).transpose(0, 1, 3, 2).reshape(batch, -1, heads)
-    return jax.lax.dynamic_slice_in_dim(factors, position, time, axis=1), StepTail(*(x[:, time:] for x in tail))
+    return jax.lax.dynamic_slice_in_dim(factors, position, time, axis=1)
+
+
+def factors_pallas(
+    shares: jax.Array, keys: jax.Array, tail: StepTail, position: int | jax.Array, chunk_size: int
+) -> jax.Array:
+    """`factors_xla` as one TPU kernel, from a chunk's first token on, where no token of `tail` is asked for."""
+    options = shared_steps_pallas.Options(chunk_size, NEARNESS, MOST_SHARED)
+    return shared_steps_pallas.factors(options, shares, keys)
+
+
+def _joined(tail: StepTail, shares: jax.Array, keys: jax.Array) -> StepTail:
+    """The last tokens and the new ones."""
+    return StepTail(*(jnp.concatenate([old, new], axis=1) for old, new in zip(tail, (keys, shares), strict=True)))
+
+
+def _kernel_supports(
+    shares: jax.Array, keys: jax.Array, tail: StepTail, position: int | jax.Array, chunk_size: int
+) -> bool:
+    return shared_steps_pallas.supports(shares, keys, position, chunk_size)
+
+
+FACTORS = (Implementation("pallas", factors_pallas, _kernel_supports), Implementation("xla", factors_xla))
