@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import child
-from titans_jax import sharding
+from tests.described import names_of_kernels
 from titans_jax.layers import convolution_pallas
 from titans_jax.layers.convolution import FEATURES, features_pallas, features_xla
 from titans_jax.layers.convolution_pallas import FeatureOptions
@@ -137,16 +137,7 @@ def test_four_devices_equal_one():
     ],
 )
 def test_compiles_for_a_tpu_that_is_not_here(topology, head_dim, dtype):
-    pytest.importorskip("libtpu", reason="libtpu, which holds the TPU compiler, is not installed")
-    from titans_jax.tpu.hlo import Program
-    from titans_jax.tpu.topology import describe, find_topology
-
-    mesh = sharding.make_mesh(devices=describe(find_topology(topology))[:1])
-    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    held = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)  # noqa: E731
-    inputs = jax.tree.map(held, operands(16 * head_dim, jnp.dtype(dtype)))
     run = functools.partial(dispatch, FEATURES)
-    with sharding.use_mesh(mesh):
-        program = jax.jit(lambda *a: value_and_gradients(run, *a, True, head_dim)).lower(*inputs).compile()
-    names = {call.name.split(".")[0] for call, _ in Program(program.as_text()).kernels()}
+    inputs = operands(16 * head_dim, jnp.dtype(dtype))
+    names = names_of_kernels(topology, lambda *a: value_and_gradients(run, *a, True, head_dim), *inputs)
     assert len(names) == 2 and all("features" in name for name in names)
