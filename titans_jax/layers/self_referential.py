@@ -37,7 +37,7 @@ from titans_jax.layers.norms import l2_normalize
 from titans_jax.layers.projections import compute_dtype, param_dtype
 from titans_jax.layers.scan_chunks import at, scan_chunks
 from titans_jax.layers.segments import flags_like
-from titans_jax.layers.shared_steps import StepTail, init_tail, shared_steps
+from titans_jax.layers.shared_steps import StepTail, init_tail, joined, shared_steps
 from titans_jax.memory.rule.gate_choices import LearnedGate, starts_of_heads
 from titans_jax.ops.matmul import wide_dtype
 from titans_jax.sharding import BATCH, constrain, logical
@@ -273,9 +273,8 @@ class SelfReferentialMemory(HeadReads):
         shares = shares if gates.mask is None else jnp.where(gates.mask[..., None], shares, 0)
         left, after = shared_steps(shares, keys, tail, position, self.rule.chunk_size)
         if valid is not None:  # slots behind the last token stay out of the tail
-            rows = StepTail(*(jnp.concatenate(both, axis=1) for both in zip(tail, (keys, shares), strict=True)))
             last = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=self.rule.chunk_size - 1, axis=1)
-            after = StepTail(*(last(row, jnp.sum(valid, dtype=jnp.int32)) for row in rows))
+            after = StepTail(*(last(row, jnp.sum(valid, dtype=jnp.int32)) for row in joined(tail, shares, keys)))
         return dataclasses.replace(gates, step_size=gates.step_size * left), after
 
     def _retrieve(self, params: memory.Params, carried: tuple[jax.Array, ...], queries: jax.Array) -> jax.Array:

@@ -53,8 +53,18 @@ def shared_steps(
       position: tokens of the open chunk that were read before, 0 to c-1.
     """
     left = dispatch(FACTORS, shares, keys, tail, position, chunk_size)
-    joined = _joined(tail, shares, keys)
-    return left, StepTail(*(x[:, shares.shape[1] :] for x in joined))
+    return left, StepTail(*(x[:, shares.shape[1] :] for x in joined(tail, shares, keys)))
+
+
+def joined(tail: StepTail, shares: jax.Array, keys: jax.Array) -> StepTail:
+    """The last tokens and the new ones."""
+    return StepTail(*(jnp.concatenate([old, new], axis=1) for old, new in zip(tail, (keys, shares), strict=True)))
+
+
+def logarithm_of_left(shares: jax.Array, cosines: jax.Array) -> jax.Array:
+    """The logarithm of what an earlier token, of this share and cosine, leaves of a step."""
+    taken = jnp.minimum(shares, 1.0) * jnp.maximum(cosines, 0.0) ** NEARNESS
+    return jnp.log1p(-jnp.minimum(taken, MOST_SHARED))
 
 
 def factors_xla(
@@ -71,10 +81,9 @@ def factors_xla(
         x = jax.lax.dynamic_slice_in_dim(x, chunk_size - 1 - position, count * chunk_size, axis=1)
         return x.reshape(batch, count, chunk_size, *x.shape[2:])
 
-    keys, shares = map(chunks, _joined(tail, shares, keys))
+    keys, shares = map(chunks, joined(tail, shares, keys))
     cosines = jnp.einsum("bnthd,bnjhd->bnhtj", keys, keys, preferred_element_type=shares.dtype)
-    taken = jnp.minimum(shares, 1.0).transpose(0, 1, 3, 2)[..., None, :] * jnp.maximum(cosines, 0.0) ** NEARNESS
-    left = jnp.tril(jnp.log1p(-jnp.minimum(taken, MOST_SHARED)), -1)
+    left = jnp.tril(logarithm_of_left(shares.transpose(0, 1, 3, 2)[..., None, :], cosines), -1)
     factors = jnp.exp(jnp.sum(left, axis=-1)).transpose(0, 1, 3, 2).reshape(batch, -1, heads)
     return jax.lax.dynamic_slice_in_dim(factors, position, time, axis=1)
 
@@ -83,13 +92,7 @@ def factors_pallas(
     shares: jax.Array, keys: jax.Array, tail: StepTail, position: int | jax.Array, chunk_size: int
 ) -> jax.Array:
     """`factors_xla` as one TPU kernel, from a chunk's first token on, where no token of `tail` is asked for."""
-    options = shared_steps_pallas.Options(chunk_size, NEARNESS, MOST_SHARED)
-    return shared_steps_pallas.factors(options, shares, keys)
-
-
-def _joined(tail: StepTail, shares: jax.Array, keys: jax.Array) -> StepTail:
-    """The last tokens and the new ones."""
-    return StepTail(*(jnp.concatenate([old, new], axis=1) for old, new in zip(tail, (keys, shares), strict=True)))
+    return shared_steps_pallas.factors(logarithm_of_left, chunk_size, shares, keys)
 
 
 def _kernel_supports(

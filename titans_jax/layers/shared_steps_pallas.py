@@ -8,6 +8,7 @@ fill a register, whose cosines [tokens, heads tokens] lie side by side too; the 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,12 +29,8 @@ MOST_BYTES = 2**20
 """Bytes of a step's keys, of which VMEM holds four times as many: a gradient's too, and both of the next step."""
 
 
-class Options(NamedTuple):
-    """chunk_size: tokens of a chunk. nearness, most_shared: as in `shared_steps`."""
-
-    chunk_size: int
-    nearness: int
-    most_shared: float
+LogarithmOfLeft = Callable[[jax.Array, jax.Array], jax.Array]
+"""(shares, cosines) of earlier tokens -> the logarithms of what each leaves of a step."""
 
 
 class Inputs(NamedTuple):
@@ -52,40 +49,43 @@ def supports(shares: jax.Array, keys: jax.Array, position: int | jax.Array, chun
     return starts and fills and shares.dtype == jnp.float32 and current_backend().pallas
 
 
-def factors(options: Options, shares: jax.Array, keys: jax.Array) -> jax.Array:
+def factors(of_left: LogarithmOfLeft, chunk_size: int, shares: jax.Array, keys: jax.Array) -> jax.Array:
     """The factor of every token's step, [b, t, h], of shares [b, t, h] and keys [b, t, h, d] of whole chunks."""
     batch, time, heads, width = keys.shape
     rows = sharding.batch_axes(batch)
     by_head = PartitionSpec(rows, None, sharding.HEADS)
     specs = Inputs(PartitionSpec(rows, None, None, sharding.HEADS), by_head)
-    run = sharding.on_devices(functools.partial(_factors, options, width), (specs,), by_head)
+    run = sharding.on_devices(functools.partial(_factors, of_left, chunk_size, width), (specs,), by_head)
     shares = jnp.swapaxes(shares.reshape(batch, -1, BLOCK, heads), 2, 3)
     found = run(Inputs(keys.reshape(batch, -1, BLOCK, heads * width), shares))
     return jnp.swapaxes(found, 2, 3).reshape(batch, time, heads)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _factors(options: Options, width: int, inputs: Inputs) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _factors(of_left: LogarithmOfLeft, chunk_size: int, width: int, inputs: Inputs) -> jax.Array:
     def kernel(inputs: Inputs, found: Any) -> None:
         def block(i: jax.Array, _: None) -> None:
             for lanes, heads in _groups(*inputs, width):
-                found[0, i, heads] = _block(options, inputs.keys[0, i, :, lanes], inputs.shares[0, i, heads])
+                operands = inputs.keys[0, i, :, lanes], inputs.shares[0, i, heads]
+                found[0, i, heads] = _block(of_left, chunk_size, *operands)
 
         jax.lax.fori_loop(0, len(found[0]), block, None)
 
     return _call(kernel, "shared_steps", (inputs,), inputs.shares)
 
 
-def _factors_forward(options: Options, width: int, inputs: Inputs) -> tuple[jax.Array, Inputs]:
-    return _factors(options, width, inputs), inputs
+def _factors_forward(of_left: LogarithmOfLeft, chunk_size: int, width: int, inputs: Inputs) -> tuple[jax.Array, Inputs]:
+    return _factors(of_left, chunk_size, width, inputs), inputs
 
 
-def _factors_backward(options: Options, width: int, inputs: Inputs, cotangent: jax.Array) -> tuple[Inputs]:
+def _factors_backward(
+    of_left: LogarithmOfLeft, chunk_size: int, width: int, inputs: Inputs, cotangent: jax.Array
+) -> tuple[Inputs]:
     def kernel(inputs: Inputs, cotangent: Any, d_keys: Any, d_shares: Any) -> None:
         def block(i: jax.Array, _: None) -> None:
             for lanes, heads in _groups(*inputs, width):
-                run = functools.partial(_block, options)
-                _, pull = jax.vjp(run, inputs.keys[0, i, :, lanes], inputs.shares[0, i, heads])
+                operands = inputs.keys[0, i, :, lanes], inputs.shares[0, i, heads]
+                _, pull = jax.vjp(functools.partial(_block, of_left, chunk_size), *operands)
                 d_keys[0, i, :, lanes], d_shares[0, i, heads] = pull(cotangent[0, i, heads])
 
         jax.lax.fori_loop(0, cotangent.shape[1], block, None)
@@ -96,20 +96,18 @@ def _factors_backward(options: Options, width: int, inputs: Inputs, cotangent: j
 _factors.defvjp(_factors_forward, _factors_backward)
 
 
-def _block(options: Options, keys: jax.Array, shares: jax.Array) -> jax.Array:
+def _block(of_left: LogarithmOfLeft, chunk_size: int, keys: jax.Array, shares: jax.Array) -> jax.Array:
     """Factors [n, tokens] of a block of n heads: keys [tokens, n * d], shares [n, tokens]."""
     (heads, tokens), lanes = shares.shape, keys.shape[1]
     head = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 1) // (lanes // heads)
     # Zeros in the lanes of other heads, or a cosine would be summed over all of them.
     own = jnp.concatenate([jnp.where(head == i, keys, jnp.zeros_like(keys)) for i in range(heads)])
-    near = jnp.maximum(inner_products(keys, own, keys.dtype), 0.0)
-    shares = jnp.concatenate([jnp.minimum(shares[i : i + 1], 1.0) for i in range(heads)], axis=1)
-    taken = jnp.minimum(shares * jax.lax.integer_pow(near, options.nearness), options.most_shared)
-    token = jax.lax.broadcasted_iota(jnp.int32, taken.shape, 0)
-    column = jax.lax.broadcasted_iota(jnp.int32, taken.shape, 1)
-    other = column % tokens
-    before = (other < token) & (other // options.chunk_size == token // options.chunk_size)
-    left = jnp.where(before, jnp.log1p(-taken), 0.0)
+    cosines = inner_products(keys, own, keys.dtype)
+    shares = jnp.concatenate([shares[i : i + 1] for i in range(heads)], axis=1)
+    token = jax.lax.broadcasted_iota(jnp.int32, cosines.shape, 0)
+    other = jax.lax.broadcasted_iota(jnp.int32, cosines.shape, 1) % tokens
+    before = (other < token) & (other // chunk_size == token // chunk_size)
+    left = jnp.where(before, of_left(shares, cosines), 0.0)
     # Sums over lanes as a product, whose result is a row for every head; of whole registers of rows.
     whose = jax.lax.broadcasted_iota(jnp.int32, (SUBLANES, heads * tokens), 1) // tokens
     whose = whose == jax.lax.broadcasted_iota(jnp.int32, whose.shape, 0)
@@ -127,7 +125,10 @@ def _call(kernel: Any, name: str, inputs: tuple, outputs: Any) -> Any:
     keys = inputs[0].keys
     batch, blocks, tokens, lanes = keys.shape
     group = largest_divisor(blocks, max(1, MOST_BYTES // (tokens * lanes * keys.dtype.itemsize)))
-    spec = lambda x: pl.BlockSpec((1, group, *x.shape[2:]), lambda b, i: (b, i, 0, 0))  # noqa: E731
+
+    def spec(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((1, group, *x.shape[2:]), lambda b, i: (b, i, 0, 0))
+
     return pl.pallas_call(
         kernel,
         grid=(batch, blocks // group),
